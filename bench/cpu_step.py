@@ -18,7 +18,7 @@ import time
 
 ROUNDS, STEPS = 25, 2
 WAYS = {"eager": "torch eager, fused AdamW", "compile": "torch.compile, fused AdamW", "ours": "mycel"}
-MODELS = ("small-gpt", "resnet-18", "bert-small", "lstm", "vit-tiny")
+MODELS = ("small-gpt", "resnet-18", "bert-small", "lstm", "vit-tiny", "packed-llama")
 QUIET = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -38,6 +38,8 @@ def model_and_batch(name: str):
         sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 1024}
         ids = words(8000, 8, 128)
         return hf.BertForMaskedLM(hf.BertConfig(**sizes, **QUIET, vocab_size=8000)), {"input_ids": ids, "labels": ids}
+    if name == "packed-llama":
+        return packed_llama(hf)
     labels = torch.randint(0, 100, (8,))
     if name == "vit-tiny":
         sizes = {"hidden_size": 192, "num_hidden_layers": 12, "num_attention_heads": 3, "intermediate_size": 768}
@@ -47,6 +49,18 @@ def model_and_batch(name: str):
         depths=[2, 2, 2, 2], hidden_sizes=[64, 128, 256, 512], layer_type="basic", num_labels=100, embedding_size=64
     )
     return hf.ResNetForImageClassification(config), {"pixel_values": torch.randn(8, 3, 112, 112), "labels": labels}
+
+
+def packed_llama(hf):
+    """Documents of 16 to 400 tokens packed into sequences, as position_ids tell: torch makes a mask of all pairs."""
+    import torch
+
+    sizes = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 704}
+    config = hf.LlamaConfig(**sizes, num_key_value_heads=2, vocab_size=4000, use_cache=False)
+    positions = torch.cat([torch.arange(n) for n in (16, 300, 120, 31, 180, 25, 352, 90, 400, 210, 44, 280)])
+    ids = words(4000, 2, 1024)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": positions.reshape(2, 1024)}
+    return hf.LlamaForCausalLM(config), batch
 
 
 def words(vocabulary: int, rows: int, length: int):

@@ -1,9 +1,11 @@
 """Tokens a second of one stream of text: ours (generated code over a static cache) against transformers' `generate`,
 taking turns in the same run, both always with the likeliest token; and the products with the weights alone, one token
-at a time, which bound every way from below that does not guess.  Random weights soon repeat themselves, so guesses are
-mostly right here: how often they are in a text of people's is what `--guess FILE` counts, as if a model wrote it.
+at a time, which bound every way from below that does not guess.  `prompt` is the time to the first token, `a token`
+that of each further one.  Random weights soon repeat themselves, so guesses are mostly right here: how often they are
+in a text of people's is what `--guess FILE` counts, as if a model wrote it.
 
-python bench/generate.py [--tokens 128] [--rounds 3] [--device cpu|cuda] [--model 100m|1b] [--dtype float32|bfloat16]
+python bench/generate.py [--prompt 16] [--tokens 128] [--rounds 3] [--device cpu|cuda] [--model 100m|1b]
+                         [--dtype float32|bfloat16]
 python bench/generate.py --guess FILE … [--prompt 256] [--tokens 512]
 """
 
@@ -76,7 +78,7 @@ def guessed(file: Path, vocabulary: int, prompt: int, tokens: int) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--guess", type=Path, nargs="+")
-    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--prompt", type=int, help="its tokens: 16, for --guess 256")
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--device", default="cpu")
@@ -84,41 +86,55 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32")
     args = parser.parse_args()
     for file in args.guess or ():
-        print(f"{file.name:32} {guessed(file, 8192, args.prompt, args.tokens):5.2f} tokens a call")
+        print(f"{file.name:32} {guessed(file, 8192, args.prompt or 256, args.tokens):5.2f} tokens a call")
     if args.guess:
         return
     model = model_of(args.model, args.device, getattr(torch, args.dtype))
     device = model.device
     read = reader(model, device)
-    ids = torch.randint(0, 32000, (1, 16), device=args.device)
-    fast, decoder, how = mycel.jit(model), decoder_of(model), Sampling(args.tokens, 0.0)
+    ids = torch.randint(0, 32000, (1, args.prompt or 16), device=args.device)
+    fast, decoder = mycel.jit(model), decoder_of(model)
     plain = Decoder(model, decoder.places, guess=False)
-    asked = {"max_new_tokens": args.tokens, "min_new_tokens": args.tokens, "do_sample": False, "pad_token_id": 0}
 
-    ways = {
-        "transformers' generate": lambda: model.generate(ids, **asked)[0, ids.shape[1] :].tolist(),
-        "the same, jitted": lambda: fast.generate(ids, **asked)[0, ids.shape[1] :].tolist(),
-        "mycel, without guesses": lambda: [*stream(model, ids[0].tolist(), how, [], plain)],
-        "mycel generate": lambda: [*stream(model, ids[0].tolist(), how, [], decoder)],
-        "reading weights, no more": lambda: [read() and -1 for _ in range(args.tokens)],
+    def of_transformers(generate: Callable[..., Any], tokens: int) -> list[int]:
+        asked = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+        return generate(ids, **asked)[0, ids.shape[1] :].tolist()
+
+    ways: dict[str, Callable[[int], list[int]]] = {
+        "transformers' generate": lambda tokens: of_transformers(model.generate, tokens),
+        "the same, jitted": lambda tokens: of_transformers(fast.generate, tokens),
+        "mycel, without guesses": lambda tokens: [*stream(model, ids[0].tolist(), Sampling(tokens, 0.0), [], plain)],
+        "mycel generate": lambda tokens: [*stream(model, ids[0].tolist(), Sampling(tokens, 0.0), [], decoder)],
+        "reading weights, no more": lambda tokens: [read() and -1 for _ in range(tokens)],
     }
-    texts, seconds = {}, {name: [] for name in ways}
+    texts, seconds, prompts = {}, {name: [] for name in ways}, {name: [] for name in ways}
+
+    def timed(name: str, tokens: int) -> float:
+        start = time.perf_counter()
+        texts[name] = ways[name](tokens)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
     with torch.no_grad():
-        for _ in range(args.rounds + 1):  # the first makes the code
-            for name, way in ways.items():
-                start = time.perf_counter()
-                texts[name] = way()
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
-                seconds[name].append(time.perf_counter() - start)
+        for k in range(args.rounds + 1):  # the first makes the code
+            for name in ways:
+                if k:
+                    prompts[name].append(timed(name, 1))
+                seconds[name].append(timed(name, args.tokens))
     reference = next(iter(ways))
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f}M parameters, {args.dtype}, {args.tokens} tokens")
+    size = f"{sum(p.numel() for p in model.parameters()) / 1e6:.0f}M parameters, {args.dtype}"
+    print(f"{size}, a prompt of {ids.shape[1]} tokens and {args.tokens} more")
     for name, times in seconds.items():
-        rate = args.tokens / statistics.median(times[1:])
+        whole, prompt = statistics.median(times[1:]), statistics.median(prompts[name])
         ratio = statistics.median(a / b for a, b in zip(seconds[reference][1:], times[1:], strict=True))
         same = sum(a == b for a, b in zip(texts[name], texts[reference], strict=True))
-        told = f"{same} of {args.tokens} tokens the same" if texts[name][0] >= 0 else ""
-        print(f"{name:24} {rate:8.1f} tokens/s  {ratio:5.2f}x  first call {times[0]:6.2f} s  {told}")
+        alike = f"{same} of {args.tokens} tokens the same" if texts[name][0] >= 0 else ""
+        each = (whole - prompt) / (args.tokens - 1) * 1e3
+        print(
+            f"{name:24} {args.tokens / whole:7.1f} tokens/s {ratio:6.2f}x   prompt {prompt:7.2f} s   "
+            f"a token {each:7.1f} ms   first call {times[0]:6.2f} s   {alike}"
+        )
     print(f"{args.tokens} tokens by {decoder.calls} calls of the model")
 
 

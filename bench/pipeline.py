@@ -2,14 +2,15 @@
 schedule, microbatches and optimiser, in turns.
 
     python bench/pipeline.py [--ranks 2] [--schedules gpipe 1f1b zbv] [--microbatches 8]
-    python bench/pipeline.py --bubbles [--ranks 2]
+    python bench/pipeline.py --bubbles [--ranks 4] [--waiting]
     python bench/pipeline.py --cuts [--ranks 4] [--microbatches 4]
 
 Also said: the peak memory of the largest rank, as the system counts it.  Losses of the third step must agree.
 
 --bubbles measures how long ranks wait in a pipeline of equal layers, from traces of steps, against the formula of each
 schedule with the seconds of steps in the same trace.  It needs a core for each rank: with fewer, ranks take turns on
-them, steps take longer while others compute, and what is waited for is less than the formula says.
+them, steps take longer while others compute, and what is waited for is less than the formula says.  With `--waiting` a
+product takes a fixed time and no core, as on a device of its own: then any number of ranks can be measured.
 
 --cuts: a Llama with a vocabulary of 128k, whose head takes as long as several layers, cut where the clock says against
 layers in equal numbers, in turns.  With fewer cores than ranks a long stage costs less than the clock says, as others
@@ -26,8 +27,10 @@ import statistics
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 
 ROUNDS, STEPS, ROWS = 9, 2, 32
+PRODUCT_S = 10e-3  # of --waiting
 PEERS = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B",
          "zbv": "ScheduleZBVZeroBubble", "dualpipev": "ScheduleDualPipeV"}  # fmt: skip
 
@@ -154,14 +157,17 @@ class EqualLayers:
     """So many equal layers and nothing else that takes time."""
 
     def __new__(cls, layers: int, width: int = 1024):
+        import torch
         from torch import nn
 
         class Layers(nn.Module):
             def __init__(self) -> None:
                 super().__init__()
                 self.layers = nn.ModuleList([nn.Linear(width, width, bias=False) for _ in range(layers)])
+                self.shift = nn.Parameter(torch.zeros(width))  # so that the first layer has a gradient to give, too
 
             def forward(self, x):
+                x = x + self.shift
                 for layer in self.layers:
                     x = layer(x).tanh()
                 return x.mean()
@@ -169,7 +175,21 @@ class EqualLayers:
         return Layers()
 
 
-def bubbles(schedule: str, microbatches: int) -> None:
+def waiting_products():
+    """In here a product takes PRODUCT_S without a core, whatever its size."""
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Waiting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.mm.default:
+                time.sleep(PRODUCT_S)
+            return func(*args, **(kwargs or {}))
+
+    return Waiting()
+
+
+def bubbles(schedule: str, microbatches: int, waiting: bool) -> None:
     """One rank; the first says what was waited for, and what the formula says."""
     import torch
 
@@ -180,15 +200,16 @@ def bubbles(schedule: str, microbatches: int) -> None:
     torch.set_num_threads(1)
     chunks = stages_a_rank(schedule)
     layers = 4 * ranks * chunks
-    model = EqualLayers(layers)
+    width = 32 if waiting else 1024
+    model = EqualLayers(layers, width)
     plan = {"stages": [f"layers.{i}" for i in range(0, layers, 4)], "schedule": schedule, "microbatches": microbatches}
     step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), plan=plan, compile=False)
-    x = torch.randn(256 * microbatches, 1024)
+    x = torch.randn((4 if waiting else 256) * microbatches, width)
     for _ in range(3):
         step(x)
     waited = []
     for _ in range(ROUNDS):
-        with step.trace() as trace:
+        with waiting_products() if waiting else nullcontext(), step.trace() as trace:
             step(x)
         times = trace.measured
         seconds = {
@@ -201,19 +222,20 @@ def bubbles(schedule: str, microbatches: int) -> None:
         waited.append((times.bubble, formula, times.seconds))
     if rank == 0:
         bubble, formula, whole = (statistics.median(column) for column in zip(*waited, strict=True))
+        cores = "" if waiting else f"; {os.cpu_count()} cores"
         print(
             f"{schedule:12} {ranks} ranks {microbatches} microbatches   waits {bubble * 1e3:7.1f}ms "
             f"({bubble / whole:.1%} of {whole * 1e3:.1f}ms)   formula {formula * 1e3:7.1f}ms   "
-            f"off by {(bubble - formula) / whole:+.1%} of the loop   (bar 10 %; {os.cpu_count()} cores)",
+            f"off by {(bubble - formula) / whole:+.1%} of the loop   (bar 10 %{cores})",
             flush=True,
         )
 
 
-def launch_bubbles(schedule: str, microbatches: int, ranks: int) -> None:
+def launch_bubbles(schedule: str, microbatches: int, ranks: int, waiting: bool) -> None:
     from mycel.launch import launch
 
     env = {"OMP_NUM_THREADS": "1"}
-    launch(["--serve-bubbles", schedule, str(microbatches)], ranks, program=[__file__], env=env)
+    launch(["--serve-bubbles", schedule, str(microbatches), str(int(waiting))], ranks, program=[__file__], env=env)
 
 
 def serve(way: str, schedule: str, microbatches: int) -> None:
@@ -307,10 +329,11 @@ def main() -> None:
         return
     if "--serve-bubbles" in sys.argv:
         at = sys.argv.index("--serve-bubbles")
-        bubbles(sys.argv[at + 1], int(sys.argv[at + 2]))
+        bubbles(sys.argv[at + 1], int(sys.argv[at + 2]), bool(int(sys.argv[at + 3])))
         return
     parser = argparse.ArgumentParser()
     parser.add_argument("--bubbles", action="store_true")
+    parser.add_argument("--waiting", action="store_true")
     parser.add_argument("--cuts", action="store_true")
     parser.add_argument("--ranks", type=int)
     parser.add_argument("--microbatches", type=int)
@@ -321,7 +344,7 @@ def main() -> None:
         compare_cuts(args.microbatches, args.ranks)
         return
     for schedule in (*args.schedules, "zbh1") if args.bubbles else ():
-        launch_bubbles(schedule, args.microbatches, args.ranks)
+        launch_bubbles(schedule, args.microbatches, args.ranks, args.waiting)
     for schedule in args.schedules if not args.bubbles else ():
         compare(schedule, args.microbatches, args.ranks)
 

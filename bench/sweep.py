@@ -7,33 +7,47 @@
     python bench/sweep.py --heads --kind qa   every head of each family of Hugging Face, not the first alone
     python bench/sweep.py --part 1/4          every fourth of them
 
-For each: outputs in train and eval mode, gradients of the loss, and two AdamW steps (dropout set to zero; what draws
-random numbers even so is compared in eval mode alone, and its steps are to be finite).  It passes, passes with an
-island, is refused, is wrong, or fails with an exception that is none of Mycel's; what torch itself cannot run is left
-out.
+For each: outputs in train and eval mode, gradients of the loss by torch's autograd and by ours, and two AdamW steps
+(dropout set to zero; what draws random numbers even so is compared in eval mode alone, and its steps are to be finite).
+It passes, passes with an island, is refused, is wrong, or fails with an exception that is none of Mycel's; what torch
+itself cannot run is left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import dataclasses
 import multiprocessing
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from programs import (  # noqa: F401  they enter
+    agents,
+    decoding,
+    densities,
     fields,
+    flows,
     generative,
     habits,
+    hand_layers,
+    inner_gradients,
     learning,
+    made_weights,
     networks,
+    own_python,
     papers,
+    python_forms,
+    rewards,
     sequences,
+    solvers,
+    structured,
     training_code,
+    views,
 )
 from programs.entry import PROGRAMS, X
 from programs.functions import HAND, Written
@@ -77,6 +91,20 @@ def loss_of(out: Any) -> torch.Tensor:
     return out["loss"] if isinstance(out, dict) else out.loss
 
 
+def leaves(out: Any) -> Iterator[torch.Tensor]:
+    """All tensors and numbers of what a model gives."""
+    if isinstance(out, (torch.Tensor, bool, int, float, complex)):
+        yield torch.as_tensor(out).detach()
+    elif isinstance(out, Mapping):
+        for key in out:
+            yield from leaves(out[key])
+    elif isinstance(out, (list, tuple)):
+        for part in out:
+            yield from leaves(part)
+    elif dataclasses.is_dataclass(out):
+        yield from leaves(vars(out))
+
+
 def wide(x: Any) -> Any:
     """In double precision, tensors of lists and dicts too."""
     if isinstance(x, (list, tuple)):
@@ -87,26 +115,22 @@ def wide(x: Any) -> Any:
 
 
 def close(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.allclose(a.double(), b.double(), rtol=1e-4, atol=1e-6, equal_nan=True)
+    kind = torch.complex128 if a.is_complex() else torch.float64
+    return torch.allclose(a.to(kind), b.to(kind), rtol=1e-4, atol=1e-6, equal_nan=True)
 
 
 def judge(make: Callable[[], Any]) -> str:
     """What becomes of one model."""
-    torch.manual_seed(0)
     try:
-        model, batch = make()
-        model = model.double()
-        batch = wide(batch)
-        for dropout in (m for m in model.modules() if isinstance(m, nn.Dropout)):
-            dropout.p = 0.0
-        twin = copy.deepcopy(model)
-        wanted = {mode: called(copy.deepcopy(twin).train(mode), batch) for mode in (True, False)}
-        loss_of(wanted[True]).backward()
-        if not finite(copy.deepcopy(twin).train(), batch):
-            raise ValueError("a loss or a gradient is not finite")
-        torch.optim.AdamW(twin.parameters())
+        model, twin, batch = tried(make)
     except Exception as e:
-        return f"left out: torch itself: {type(e).__name__}: {str(e).splitlines()[0][:90]}"
+        if torch.get_default_dtype() == torch.float32:  # it may make tensors of the default type
+            torch.set_default_dtype(torch.float64)
+            try:
+                return judge(make)
+            finally:
+                torch.set_default_dtype(torch.float32)
+        return f"left out: torch itself: {type(e).__name__}: {(str(e).splitlines() or [''])[0][:90]}"
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
@@ -119,6 +143,23 @@ def judge(make: Callable[[], Any]) -> str:
         return f"wrong: {wrong}"
     island = next((str(w.message) for w in told if "runs as plain Python" in str(w.message)), None)
     return "pass" if island is None else f"island: {' '.join(island.split())[:160]}"
+
+
+def tried(make: Callable[[], Any]) -> tuple[nn.Module, nn.Module, Any]:
+    """A model in double precision and its twin, with a batch on which torch itself can train it."""
+    torch.manual_seed(0)
+    model, batch = make()
+    model = model.double()
+    batch = wide(batch)
+    for dropout in (m for m in model.modules() if isinstance(m, nn.Dropout)):
+        dropout.p = 0.0
+    twin = copy.deepcopy(model)
+    wanted = {mode: called(copy.deepcopy(twin).train(mode), batch) for mode in (True, False)}
+    loss_of(wanted[True]).backward()
+    if not finite(copy.deepcopy(twin).train(), batch):
+        raise ValueError("a loss or a gradient is not finite")
+    torch.optim.AdamW(twin.parameters())
+    return model, twin, batch
 
 
 def finite(model: nn.Module, batch: Any) -> bool:
@@ -142,11 +183,26 @@ def compare(model: nn.Module, twin: nn.Module, batch: Any) -> str:
     for mode in (False, True):
         if random if mode else draws(twin, batch, False):
             continue
-        fast, plain = mycel.jit(copy.deepcopy(model).train(mode)), copy.deepcopy(twin).train(mode)
+        jitted, plain = copy.deepcopy(model).train(mode), copy.deepcopy(twin).train(mode)
+        fast = mycel.jit(jitted)
         for call in range(3):
-            got, want = loss_of(called(fast, batch)), loss_of(called(plain, batch))
-            if not close(got, want):
-                return f"loss in {'train' if mode else 'eval'} mode, call {call}: {got.item()} for {want.item()}"
+            ours, theirs = called(fast, batch), called(plain, batch)
+            got, want = list(leaves(ours)), list(leaves(theirs))
+            where = f"in {'train' if mode else 'eval'} mode, call {call}"
+            if len(got) != len(want):
+                return f"{len(got)} outputs {where}, for {len(want)}"
+            for i, (x, y) in enumerate(zip(got, want, strict=True)):
+                if x.shape != y.shape or not close(x, y):
+                    return f"output {i} {where}: {x.flatten()[:4].tolist()} for {y.flatten()[:4].tolist()}"
+        if not mode or not loss_of(theirs).requires_grad:
+            continue
+        loss_of(ours).backward()
+        loss_of(theirs).backward()
+        for (name, p), q in zip(jitted.named_parameters(), plain.parameters(), strict=True):
+            if q.grad is not None and (
+                p.grad is None and q.grad.any() or p.grad is not None and not close(p.grad, q.grad)
+            ):
+                return f"gradient of {name} by torch's autograd through jitted code"
     model.train()
     twin.train()
     plain = torch.optim.AdamW(twin.parameters(), lr=1e-3)

@@ -113,6 +113,7 @@ def _consistent(config: Any) -> Any:
 
 def text(vocab: int = 99) -> dict[str, torch.Tensor]:
     ids = torch.randint(3, min(vocab, 90), (2, 12))
+    ids[:, [3, 7, 11]] = 2  # ends of sentences, and separators: some heads look for them
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
 
@@ -222,9 +223,18 @@ OWN: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "efficientnet": {"image_size": 32, "width_coefficient": 1.0, "depth_coefficient": 0.3, "hidden_dim": 1280},
     "mobilevitv2": {"image_size": 64},
+    "vit": {"encoder_stride": 8},
+    "deit": {"encoder_stride": 8},
+    "d_fine": {"encoder_in_channels": [64, 128, 256], "decoder_in_channels": [32] * 3, "feat_channels": [32] * 3},
+    "deimv2": {"encoder_in_channels": [64, 128, 256], "decoder_in_channels": [32] * 3, "feat_channels": [32] * 3},
     "rt_detr": {"feat_channels": [32] * 3, "decoder_in_channels": [32] * 3, "encoder_in_channels": [64, 128, 256]},
     "rt_detr_v2": {"feat_channels": [32] * 3, "decoder_in_channels": [32] * 3, "encoder_in_channels": [64, 128, 256]},
 }
+RESNET = {"embedding_size": 16, "hidden_sizes": [16, 16, 24, 32], "depths": [1] * 4, "layer_type": "basic"}
+HGNET = {
+    "stem_channels": [3, 8, 16], "stage_in_channels": [16, 32, 64, 128], "stage_mid_channels": [8, 16, 16, 32],
+    "stage_out_channels": [32, 64, 128, 256], "stage_num_blocks": [1] * 4, "stage_numb_of_layers": [2] * 4,
+}  # fmt: skip
 LARGEST = 30_000_000  # parameters: what is larger was not made small
 
 
@@ -236,11 +246,20 @@ def family(kind: str, name: str) -> Made:
     config = small(hf.AutoConfig.for_model(name))
     for field, value in OWN.get(name, {}).items():
         setattr(config, field, value)
+    backbone = getattr(config, "backbone_config", None)
+    if backbone is not None and backbone.model_type == "timm_backbone":  # the same network without that library
+        stages = [f"stage{i}" for i in backbone.out_indices]
+        config.backbone_config = hf.ResNetConfig(**RESNET, out_features=stages)
+    elif backbone is not None and backbone.model_type == "hgnet_v2":
+        for field, value in HGNET.items():
+            setattr(backbone, field, value)
     if kind == "causal" and not hasattr(config, "vocab_size"):
         config = config.get_text_config()
-    config.num_labels = 5
-    if kind == "seq2seq" and getattr(config, "decoder_start_token_id", None) is None:
+    config.num_labels = 2 if kind == "qa" else 5
+    if getattr(config, "is_encoder_decoder", False) and getattr(config, "decoder_start_token_id", None) is None:
         config.decoder_start_token_id = 1
+    if kind == "text" and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = 0
     if kind == "causal" and hasattr(config, "is_decoder"):
         config.is_decoder = True
     mapping = getattr(modeling_auto, f"MODEL_FOR_{(MAPPINGS | HEADS)[kind]}_MAPPING")

@@ -16,6 +16,7 @@ import torch
 
 from mycel import transform
 from mycel.capture import (
+    CAPTURING,
     MISS,
     TRACING,
     Captured,
@@ -23,13 +24,15 @@ from mycel.capture import (
     differentiate_with,
     growing,
     is_static_cache,
+    is_traced_here,
     make_room,
     rewritten,
 )
 from mycel.capture import capture as capture_call
 from mycel.errors import RunError
 from mycel.ir import Program, Var, check, type_of
-from mycel.run import interpret, load, not_finite, replayed_call
+from mycel.ops.product_speed import slow_products
+from mycel.run import interpret, load, not_finite, replayed_call, wide_calls
 
 MODES = ("graph", "eager")
 differentiate_with(transform.value_and_grad, transform.jvp)
@@ -84,7 +87,7 @@ class Jit:
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if TRACING:
+        if TRACING and is_traced_here():
             return rewritten(self.fn)(*args, **kwargs)  # part of the program that is being captured
         out = self._last(args, kwargs)
         return self._other(args, kwargs) if out is MISS else out
@@ -97,7 +100,8 @@ class Jit:
                 return out
         for cache in growing(args, kwargs):
             return self._as_it_is(cache, args, kwargs)
-        self._last = self._entry(args, kwargs).call
+        with CAPTURING:  # another thread may have captured it meanwhile
+            self._last = self._find(args, kwargs).call
         out = self._last(args, kwargs)
         if out is MISS:
             raise RunError(f"{self.fn!r} was captured for these arguments, yet they do not fit what was captured")
@@ -112,7 +116,9 @@ class Jit:
                 '  try       mycel.jit(model).generate(…), or cache_implementation="static"',
                 stacklevel=4,
             )
-        return self.fn(*args, **kwargs)
+        rows = max((_rows(x) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), default=0)
+        with wide_calls(getattr(self.fn, "__self__", self.fn), rows):
+            return self.fn(*args, **kwargs)
 
     def _entry(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
         entry = self.compile(args, kwargs)
@@ -182,11 +188,16 @@ class Jit:
         return f"mycel.jit({self.fn!r})"
 
 
+def _rows(x: torch.Tensor) -> int:
+    """Of a batch of ids, or of rows of numbers."""
+    return x.numel() // max(x.shape[-1], 1) if x.is_floating_point() and x.ndim else x.numel()
+
+
 def compile_captured(
     captured: Captured, mode: str, check_finite: bool = False, around: Callable[[Any], Any] = lambda run: run
 ) -> CompiledCall:
     """A captured call, simplified and made to run; `around` wraps the function that runs."""
-    program = check(transform.fuse(transform.simplify(captured.program)))
+    program = check(transform.fuse(transform.simplify(captured.program), recorded=True))
     run, source = _runner(program, captured.device, mode, check_finite)
     captured = replace(captured, program=program)
     return CompiledCall(captured, program, source, *bind(captured, around(run)))
@@ -195,7 +206,8 @@ def compile_captured(
 def graph_run(program: Program, device: torch.device, plain: Callable[..., Any]) -> Callable[..., Any]:
     """The program's code for when torch's autograd records, and for when it does not: then memory is used again, and on
     a GPU it is replayed."""
-    unrecorded = check(transform.few_rows(program)) if device.type == "cpu" else program
+    unrecorded = check(transform.fuse(program))
+    unrecorded = _as_fast(check(transform.few_rows(unrecorded)), device) if device.type == "cpu" else unrecorded
     if program.updates:
         lean = _donating(unrecorded, device)
     else:
@@ -244,18 +256,41 @@ def compile_program(program: Program, device: torch.device, mode: str) -> Callab
 def _runner(
     program: Program, device: torch.device, mode: str, check_finite: bool = False
 ) -> tuple[Callable[..., Any], str]:
-    run, source = load(program, device)
-    run = graph_run(program, device, run)
-    if check_finite:
-        return lambda *inputs: interpret(program, inputs, not_finite), source
-    return (lambda *inputs: interpret(program, inputs)) if mode == "eager" else run, source
+    recorded = _as_fast(check(transform.recordable(program)), device)
+    run, source = load(recorded, device)
+    run = graph_run(program, device, _keeping(program, run))
+    if check_finite or mode == "eager":
+        hook = not_finite if check_finite else None
+        return _keeping(program, lambda *inputs: interpret(recorded, inputs, hook)), source
+    return run, source
+
+
+def _as_fast(program: Program, device: torch.device) -> Program:
+    """With products as wide as the device is fast in."""
+    return check(transform.wide_products(program, slow_products(device, transform.halves(program))))
+
+
+def _keeping(program: Program, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Where torch's autograd records, inputs that get new values after the call are copied: backward asks for the old
+    ones."""
+    updated = set(program.updates)
+    at = [v.name in updated for v in program.inputs]
+    if not updated:
+        return run
+
+    def keeping(*inputs: Any) -> Any:
+        if torch.is_grad_enabled():
+            inputs = tuple(x.clone() if is_updated else x for x, is_updated in zip(inputs, at, strict=True))
+        return run(*inputs)
+
+    return keeping
 
 
 def _program_function(program: Program, mode: str) -> Callable[..., Any]:
     """A program as a function of its inputs, in order or by name; returns a tuple of its results and updates inputs in
     place."""
     loaded: dict[torch.device, Callable[..., Any]] = {}
-    ready = check(transform.fuse(transform.simplify(program)))
+    ready = check(transform.fuse(transform.simplify(program), recorded=True))
 
     def run(*args: torch.Tensor, **named: torch.Tensor) -> tuple[Any, ...]:
         inputs = _match_inputs(program, args, named)

@@ -8,12 +8,13 @@
 
 Along dim 0 the last row is repeated, and its labels are -100.  That loss and gradients are those of the unpadded batch
 is tried before the first step, on some rows of the first batch, in double precision and with dropout left out; where
-they are not, the step is refused.
+they are not, the step is refused.  A step without `pad` that was compiled for many sizes says so, once.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,6 +37,7 @@ LARGEST_COPY = 4 << 30  # bytes of a model in double precision; a larger one is 
 # as a share; of 16 bits a twentieth; models in double compute some things in single (norms of transformers' Llama)
 DIFFERENCE = {torch.float64: 1e-5, torch.float32: 1e-3}
 COARSE = 0.05
+MANY = 8  # sizes of one dim, for each of which a step was compiled: told of
 
 
 @dataclass(frozen=True)
@@ -158,6 +160,40 @@ class Buckets:
             if size in self.named[leader].sizes[dim]:
                 batch[key] = batch[key].narrow(dim, 0, max(1, size - max(1, size // 3)))
         return tuple(batch[i] for i in range(len(args))), {name: batch[name] for name in kwargs}
+
+
+@dataclass
+class CompiledSizes:
+    """The shapes of batches that a step without buckets was compiled for, by tensor."""
+
+    shapes: dict[Key, list[torch.Size]] = field(default_factory=dict)
+    has_warned: bool = False
+
+    def add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """One more batch; many sizes of one dim are told of, once, with buckets that would hold them."""
+        for key, x in _named(args, kwargs).items():
+            if isinstance(x, torch.Tensor):
+                self.shapes.setdefault(key, []).append(x.shape)
+        varying = next(self._varying(), None)
+        if varying is None or self.has_warned:
+            return
+        self.has_warned = True
+        key, dim, sizes = varying
+        name = repr(key) if isinstance(key, str) else f"argument {key}"
+        largest = 1 << (max(sizes) - 1).bit_length()
+        warnings.warn(
+            f"the step was compiled for {len(sizes)} sizes of {name} along dim {dim} (from {min(sizes)} to "
+            f"{max(sizes)}), which takes time and memory for each\n"
+            f"  try       train_step(…, pad={{{key!r}: {{{dim}: [{largest // 2}, {largest}]}}}}): padded to two sizes",
+            stacklevel=3,
+        )
+
+    def _varying(self) -> Iterator[tuple[Key, int, set[int]]]:
+        for key, shapes in self.shapes.items():
+            for dim in range(min(map(len, shapes))):
+                sizes = {shape[dim] for shape in shapes}
+                if len(sizes) >= MANY:
+                    yield key, dim, sizes
 
 
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Named:

@@ -198,6 +198,7 @@ def _plan(
     try:
         from mycel import search_page, search_text
         from mycel.plan import Plan
+        from mycel.search_remarks import remarked
         from mycel.train import planner
 
         if arguments[:1] == ["diff"]:
@@ -227,7 +228,7 @@ def _plan(
         if checked:
             typer.echo(search.checked(Plan.read(Path(checked))))
             return 0
-        answer = search.remarked(search.run(seconds))
+        answer = remarked(search, search.run(seconds))
         if explain:
             typer.echo(search_text.explained(search, answer, explain), err=as_json)
         if page:
@@ -247,7 +248,9 @@ def _plan(
 
 
 Where = Annotated[str, typer.Argument(metavar="RUN|FOLDER", help="A run of mycel train, or a model in its folder.")]
-Last = Annotated[bool, typer.Option("--last", help="Of a run the last checkpoint, not the best by validation.")]
+Last = Annotated[
+    bool, typer.Option("--last/--best", help="Of a run the last checkpoint; else the best by validation, if it ran.")
+]
 Device = Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="Where to compute.")]
 
 
@@ -402,6 +405,7 @@ def _probe(device: str, out: str | None) -> int:
         path = Path(out).expanduser() if out else probe_path()
         if path is None:
             raise PlanError("MYCEL_PROBE is set to no file\n  at        the environment\n  try       --out FILE")
+        _refuse_device(device)
         measured = probe(device, lambda what: typer.echo(f"  {what}", err=True) if first else None)
     except MycelError as e:
         _fail(e, FAILED)
@@ -410,6 +414,16 @@ def _probe(device: str, out: str | None) -> int:
         path.write_text(yaml.safe_dump(measured, sort_keys=False, default_flow_style=None, width=110))
         typer.echo(f"measured {measured['device']} in {measured['processes']} process(es): {path}")
     return 0
+
+
+def _refuse_device(name: str) -> None:
+    """One that is not there, before anything is measured."""
+    from mycel.train.device import choose
+
+    try:
+        choose(name)
+    except TrainError as e:
+        raise TrainError(str(e).replace("train.device", "--device").replace("device: auto", "--device auto")) from None
 
 
 def _check_ranks(config: Config, nproc: int | None, nnodes: int, node_rank: int, rendezvous: str | None) -> None:

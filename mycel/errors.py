@@ -56,11 +56,13 @@ class CaptureError(MycelError):
     can a call around it stay Python.  `chosen_at`: the line that chose rows by a mask, where that was tried without a
     shape that depends on values (`capture/rows.py`).  `changes_at`: the line that asked for the value of what the code
     itself changes, which no program can be made for.  `counters`: slots of numbers that the code changes at every call
-    (`capture/counters.py`)."""
+    (`capture/counters.py`).  `grows`: a list has more items after each turn of a loop.  `added_to`: lists outside
+    of the code that it adds to at every call, by id (`capture/kept_lists.py`); `looked_at`: one of these is read."""
 
-    final = False
+    final = grows = looked_at = False
     chosen_at = changes_at = ""
     counters: frozenset[tuple[int, object]] = frozenset()
+    added_to: frozenset[int] = frozenset()
 
     def __init__(self, what: str, *, file: str = "", line: int = 0, text: str = "", hint: str = "") -> None:
         self.what, self.file, self.line, self.text, self.hint = what, file, line, text, hint

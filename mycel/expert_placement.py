@@ -5,145 +5,19 @@
                          the busiest first, each to the rank with the least  [0, 3, 1, 2]
 
 Experts change places, not the program: rows of the router, of the experts' weights and of the optimiser's state of both
-are put in another order together, which computes the same.  Which tensors have a row for each expert follows from the
-program: from the weights that a layer takes, and from the scores among which its experts are chosen, backwards as long
-as operators treat each expert alike (their dims say it; a softmax by what it is made of).  Where they do not (experts
-that are chosen in groups, by a batch) the layer stays as it is, and it is said why.
+(`expert_rows.py`) are put in another order together, which computes the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from mycel.ir import CONTROL, Builder, Eqn, Layout, Mesh, Program, Var, is_float
-from mycel.ops import o
+from mycel.expert_rows import ExpertLayer
+from mycel.ir import Layout, Mesh
 from mycel.run import boxes
-from mycel.transform import inline
-
-WHOLE = 1 << 30  # equations: no block is larger
-ALIKE = (o.full, o.expand)  # what they make is the same along a new dim
-
-
-# -- which tensors have a row for each expert
-
-
-class UnevenExperts(Exception):
-    """Experts are not treated alike: why."""
-
-
-@dataclass(frozen=True)
-class ExpertLayer:
-    """A layer of experts in a step's program: the tensors of the model with a row for each expert, by name with the
-    dim; which of them are the experts' own; and why experts cannot change places (empty: they can)."""
-
-    experts: int
-    tensors: Mapping[str, int]
-    weights: tuple[str, ...]
-    fixed: str = ""
-
-
-def expert_layers(program: Program) -> list[ExpertLayer]:
-    """The layers of experts of a program, in its order."""
-    flat = inline(program, small=WHOLE)
-    search = _RowsOfExperts(flat)
-    return [search.layer(eqn) for eqn in flat.main.eqns if eqn.op.for_ranks]
-
-
-class _RowsOfExperts:
-    def __init__(self, program: Program) -> None:
-        self.program = program
-        self.made = {v: (eqn, i) for eqn in program.main.eqns for i, v in enumerate(eqn.outputs)}
-        self.names = Builder()
-        self.names.reserve(v.name for v in (*program.inputs, *self.made))
-
-    def layer(self, eqn: Eqn) -> ExpertLayer:
-        _, ids, _, *weights = eqn.inputs
-        experts = eqn.input_types[3].shape[0]
-        own: dict[str, int] = {}
-        try:
-            for w in weights:
-                if isinstance(w, Var):
-                    self.follow(w, 0, own)
-            tensors = dict(own)
-            for scores, dim in self.scores(ids):
-                if scores.shape[dim] != experts:
-                    raise UnevenExperts(f"they are chosen among {scores.shape[dim]} scores")
-                self.follow(scores, dim, tensors)
-        except UnevenExperts as why:
-            return ExpertLayer(experts, own, tuple(own), str(why))
-        return ExpertLayer(experts, tensors, tuple(own))
-
-    def scores(self, ids: Any) -> Iterator[tuple[Var, int]]:
-        """What choices are positions in, and along which dim."""
-        eqn, _ = self.made.get(ids, (None, 0))
-        if eqn is None:
-            raise UnevenExperts("who is chosen is given, not computed")
-        x = eqn.inputs[0] if eqn.inputs else None
-        if isinstance(x, Var) and is_float(x.dtype) and "dim" in eqn.params:
-            yield x, eqn.params["dim"]
-        elif eqn.op.moves or eqn.op in (o.cast, o.cat, o.stack):
-            for v in eqn.vars:
-                yield from self.scores(v)
-        else:
-            raise UnevenExperts(f"{eqn.op.name} computes who is chosen, {eqn.source}")
-
-    def follow(self, x: Var, dim: int, tensors: dict[str, int]) -> None:
-        """The tensors of the model whose rows become those of x along a dim, each row by itself."""
-        waiting, done = [(x, dim)], set[tuple[Var, int]]()
-        while waiting:
-            at = waiting.pop()
-            if at in done:
-                continue
-            done.add(at)
-            eqn, i = self.made.get(at[0], (None, 0))
-            if eqn is None:
-                self._collect(*at, tensors)
-            else:
-                waiting += self._operands(eqn, i, at[1])
-
-    def _collect(self, x: Var, dim: int, tensors: dict[str, int]) -> None:
-        role = self.program.role(x)
-        if role.kind not in ("parameter", "buffer"):
-            raise UnevenExperts(f"a row for each expert is given by {role}")
-        if tensors.setdefault(role.name, dim) != dim:
-            raise UnevenExperts(f"{role.name} has experts along two dims")
-
-    def _operands(self, eqn: Eqn, i: int, dim: int) -> list[tuple[Var, int]]:
-        """The operands with a row for each row of result i along a dim."""
-        if eqn.op.dims is None or eqn.op in CONTROL:
-            raise UnevenExperts(f"{eqn.op.name} takes them, {eqn.source}")
-        fit = eqn.op.fit(list(eqn.input_types), eqn.params)
-        letters = [c for c in fit.outs[i][dim] if fit.sizes[c] > 1]
-        if len(letters) != 1:
-            raise UnevenExperts(f"{eqn.op.name} takes them in groups, {eqn.source}")
-        (letter,) = letters
-        if fit.flags.get(letter) == "^":
-            return self._expanded(eqn, i, dim)
-        operands = []
-        for x, item in zip(eqn.inputs, fit.ins, strict=True):
-            for d, dim_letters in enumerate(item or ()):
-                if letter in dim_letters:
-                    if any(fit.sizes[c] > 1 for c in dim_letters if c != letter):
-                        raise UnevenExperts(f"{eqn.op.name} takes them in groups, {eqn.source}")
-                    operands += [(x, d)] if isinstance(x, Var) else []
-        if not operands and eqn.op not in ALIKE:
-            raise UnevenExperts(f"{eqn.op.name} makes a row for each, {eqn.source}")
-        return operands
-
-    def _expanded(self, eqn: Eqn, i: int, dim: int) -> list[tuple[Var, int]]:
-        """The same by what an operator is made of."""
-        if eqn.op.expand is None:
-            raise UnevenExperts(f"{eqn.op.name} mixes them, {eqn.source}")
-        with Builder(beside=self.names) as b:
-            b.at(eqn)
-            outs = eqn.op.expand(*eqn.inputs, **eqn.params)
-        self.made.update((v, (inner, k)) for inner in b.eqns for k, v in enumerate(inner.outputs))
-        return [((outs if isinstance(outs, tuple) else (outs,))[i], dim)]
-
 
 # -- who is where
 
@@ -164,9 +38,26 @@ def by_rank(load: Sequence[float], sizes: Sequence[int]) -> list[float]:
     return loads
 
 
-def balanced(load: Sequence[float], sizes: Sequence[int]) -> list[int]:
+def balanced(load: Sequence[float], sizes: Sequence[int], group: int = 1) -> list[int]:
     """The experts in an order in which the busiest rank has less to do: the busiest expert first, each to the rank with
-    the least so far that has room; as they are where that is no better."""
+    the least so far that has room; as they are where that is no better.  So many stay together as a `group`: ranks that
+    have several groups get other groups, ranks that share one get others of its experts."""
+    if group == 1:
+        return _balanced(load, sizes)
+    if not any(size % group for size in sizes):
+        groups = _balanced(by_rank(load, [group] * (len(load) // group)), [size // group for size in sizes])
+        return [group * g + k for g in groups for k in range(group)]
+    order: list[int] = []
+    for start in range(0, len(load), group):
+        ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
+        within = [s for s, end in zip(sizes, ends, strict=True) if start < end <= start + group]
+        if sum(within) != group:  # a rank has parts of two
+            return list(range(len(load)))
+        order += [start + k for k in _balanced(load[start : start + group], within)]
+    return order
+
+
+def _balanced(load: Sequence[float], sizes: Sequence[int]) -> list[int]:
     ranks: list[list[int]] = [[] for _ in sizes]
     loads = [0.0] * len(sizes)
     for expert in sorted(range(len(load)), key=lambda i: -load[i]):
@@ -215,7 +106,10 @@ class SharedExperts:
         fixed = mine.fixed or its.fixed
         if any(mine.tensors.get(name, dim) != dim for name, dim in its.tensors.items()):
             fixed = fixed or "two layers have them along different dims of a tensor"
-        layer = replace(mine, tensors={**mine.tensors, **its.tensors}, fixed=fixed)
+        if mine.group != its.group and min(mine.group, its.group) > 1:
+            fixed = fixed or f"two layers choose them in groups of {mine.group} and of {its.group}"
+        tensors = {**mine.tensors, **its.tensors}
+        layer = replace(mine, tensors=tensors, group=max(mine.group, its.group), fixed=fixed)
         return SharedExperts((*self.names, *other.names), layer, self.load + other.load)
 
     def sizes(self, layouts: Mapping[str, Layout], mesh: Mesh) -> list[int]:
@@ -227,7 +121,7 @@ class SharedExperts:
 
     def placed(self, sizes: Sequence[int]) -> Placement:
         amounts = self.load.tolist()
-        order = list(range(self.layer.experts)) if self.layer.fixed else balanced(amounts, sizes)
+        order = list(range(self.layer.experts)) if self.layer.fixed else balanced(amounts, sizes, self.layer.group)
         total = sum(amounts) or 1.0
         before, after = (max(by_rank(x, sizes)) / total for x in (amounts, [amounts[i] for i in order]))
         return Placement(self.names, len(sizes), before, after, tuple(order), self.layer.fixed)

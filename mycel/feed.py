@@ -118,6 +118,9 @@ class Caller(Protocol):
     def usable(self, entry: Any) -> bool:
         """Is it still as it was when this was compiled?"""
 
+    def refuse_call(self) -> None:
+        """TrainError where now is not the time for one."""
+
     def prepare(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
@@ -136,6 +139,7 @@ class Local:
         self.feed: Feed = next(known, None) or caller.prepare(*args, **kwargs).entries[0].feed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.caller.refuse_call()
         entries = self.caller.entries
         for i, entry in enumerate(entries):
             if entry.feed == self.feed and self.caller.usable(entry):

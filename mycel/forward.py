@@ -10,15 +10,16 @@ from typing import Any
 
 import torch
 
-from mycel import lower, plan
+from mycel import plan, transform
 from mycel.capture import MISS, Captured, Facts, bind, make_room
 from mycel.capture import capture as capture_call
 from mycel.capture.bind import Call
 from mycel.feed import Fed, Feed, Local, feed_of, from_anywhere, refuse_without_data, refusing_parts, without_host_data
 from mycel.host_parameters import HostParameters
 from mycel.ir import HOST, Block, Program, Var, check
+from mycel.local_forward import local_forward
+from mycel.ops.product_speed import slow_products
 from mycel.parts import ShardedModel, UnshardedStep, roles_of
-from mycel.planning import Task, with_layouts
 from mycel.run import load, moves
 
 
@@ -30,6 +31,7 @@ class Signature:
     local: Call
     feed: Feed
     facts: tuple[Facts, ...] = ()
+    of_stages: bool = False  # was it known who holds which stages?
 
 
 class Forward:
@@ -45,14 +47,16 @@ class Forward:
         in_parts: bool = False,
         strict: bool = False,
         host: HostParameters | None = None,
+        changed: Callable[[Captured], Captured] | None = None,
     ) -> None:
         self.fn, self.model, self.prepared, self.parts, self.strict = fn, model, prepared, parts, strict
         self.host = host or HostParameters()  # where parameters may live
+        self.changed = changed or (lambda captured: captured)
         self.in_parts = in_parts  # are results that are rows of the batch this rank's alone?
         self.entries: list[Signature] = []
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for entry in self.entries:
+        for entry in filter(self.usable, self.entries):
             out = entry.call(args, kwargs)
             if out is not MISS:
                 return out
@@ -64,7 +68,15 @@ class Forward:
         return Local(self, args, kwargs)
 
     def usable(self, entry: Signature) -> bool:
-        return True
+        """Does this rank hold what it held when that was compiled?"""
+        return entry.of_stages == self._of_stages
+
+    @property
+    def _of_stages(self) -> bool:
+        return self.parts is not None and bool(self.parts.owners)
+
+    def refuse_call(self) -> None:
+        pass
 
     def prepare(self, *args: Any, **kwargs: Any) -> Forward:
         """Compile for such a batch; tensors of its shapes need no data (device="meta")."""
@@ -75,7 +87,8 @@ class Forward:
 
     def _loaded(self, program: Program, device: torch.device) -> Callable[..., Any]:
         """The code of a program, which finds its parameters where they live."""
-        code = load(program, device, reuse=True)[0]
+        as_run = check(transform.wide_products(program, slow_products(device, transform.halves(program))))
+        code = load(as_run, device, reuse=True)[0]
         if self.host.space is None or not moves(program):
             return code
         return self.host.space.connected(code)
@@ -86,48 +99,54 @@ class Forward:
         with self.host.shown():
             args, kwargs = without_host_data(args, kwargs, device_of(self.model))
         with self.host.shown(), parts.whole() if parts is not None else contextlib.nullcontext():
-            captured = capture_call(self.fn, args, kwargs, known=roles_of(self.model), data=data, strict=self.strict)
+            known = roles_of(self.model)
+            captured = self.changed(capture_call(self.fn, args, kwargs, known=known, data=data, strict=self.strict))
             program = self.prepared(captured)
             unsharded = UnshardedStep(captured, program, (), len(program.results), program.entry)
         if parts is None:
             local = self.host.streamed(program, captured.device)
             run, feed = self._loaded(local, captured.device), feed_of(captured, program)
+            is_whole = False
         else:
-            inputs, gathered = parts.given(unsharded, parts.plan.together)
-            rows = parts.rows_of(unsharded, parts.plan.together) if self.in_parts else {}
-            device = plan.hardware_of(captured.device)
-            task = Task(program, program.entry, device, False, inputs, gathered, results=rows)
-            spread = with_layouts(task, parts.plan.together)[1]
+            done = local_forward(parts, unsharded, plan.hardware_of(captured.device), self.in_parts)
             parts.split(captured.device)
-            local = lower.local_of(program, spread)
-            local = local if spread is None else check(lower.overlap(check(lower.hoist(local))))
-            local = self.host.streamed(local, captured.device)
-            run, feed = parts.connected(self._loaded(local, captured.device)), parts.feed(unsharded, spread)
-            run = parts.without_padding(run, unsharded, rows) if rows else run
+            parts.ranks.connect(done.program)
+            local, is_whole = self.host.streamed(done.program, captured.device), done.is_whole
+            run, feed = parts.connected(self._loaded(local, captured.device)), parts.feed(unsharded, done.spread)
+            run = parts.without_padding(run, unsharded, done.rows) if done.rows else run
+        at = {v.name: i for i, v in enumerate(captured.program.inputs)}
+        wanted = [at[v.name] for v in local.inputs]
 
         def bound(batch: tuple[Var, ...], fed: Fed) -> Call:
             def without_gradients(*inputs: Any) -> Any:
                 with torch.no_grad():
-                    return run(*fed(inputs))[: unsharded.results]
+                    values = fed(inputs)
+                    return run(*(values[i] for i in wanted))[: unsharded.results]
 
             call = bind(replace(called(captured, batch, local), effects=()), without_gradients)[0]
-            return call if parts is None else parts.completed(call)
+            return call if parts is None else parts.evaluating(call, is_whole)
 
         whole = bound(feed.inputs, feed.cut)
         if captured.facts and parts is not None:
-            return Signature(whole, refusing_parts(captured.facts), feed, captured.facts)
-        return Signature(whole, bound(feed.parts(), feed.pad), feed, captured.facts)
+            return Signature(whole, refusing_parts(captured.facts), feed, captured.facts, self._of_stages)
+        return Signature(whole, bound(feed.parts(), feed.pad), feed, captured.facts, self._of_stages)
 
 
 def called(captured: Captured, batch: Iterable[Var], local: Program) -> Captured:
     """What was captured, as this rank calls it: it is given such a batch, and holds the state that `local` takes, where
     that has it."""
     held = {**{v.name: v for v in local.inputs}, **{v.name: v for v in batch}}
-    inputs = tuple(held.get(v.name, v) for v in captured.program.inputs)
+    inputs = tuple(held.get(v.name) or _as_held(captured, v) for v in captured.program.inputs)
     program = Program({"main": Block(inputs, (), captured.program.results)}, roles=captured.program.roles)
     given = from_anywhere(captured)
     on_host = {v.name: torch.device("cpu") for v in local.inputs if v.type.space == HOST and v.name in given.devices}
     return replace(given, program=program, devices={**given.devices, **on_host})
+
+
+def _as_held(captured: Captured, v: Var) -> Var:
+    """State that a rank's program does not take: of whatever shape its part of it has."""
+    held = captured.state[v.name][0].read() if v.name in captured.state else None
+    return Var(v.name, replace(v.type, shape=tuple(held.shape))) if isinstance(held, torch.Tensor) else v
 
 
 def device_of(model: torch.nn.Module) -> torch.device:

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch
 
 from mycel import lower, plan
+from mycel.held_model import without_data
 from mycel.ir import HOST, Program, Role, check
-from mycel.parts import without_data
 from mycel.run import HostSpace, settle_hosts
 
 AHEAD = 2  # chunks of parameters on their way at once, where there is no plan

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mycel.capture import TRACING, PythonCall, mark_island
+from mycel.capture import PythonCall, is_traced_here, mark_island
 
 
 def island(fn: Any = None) -> Any:
@@ -32,7 +32,7 @@ def island(fn: Any = None) -> Any:
 def _marked(fn: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return mark_island(fn)(*args, **kwargs) if TRACING else fn(*args, **kwargs)
+        return mark_island(fn)(*args, **kwargs) if is_traced_here() else fn(*args, **kwargs)
 
     return call
 

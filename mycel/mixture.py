@@ -13,16 +13,13 @@ that depend on the routing; this has not.  No token is dropped, whatever the rou
 
 from __future__ import annotations
 
-import functools
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from mycel.capture import OBSERVED, TRACING, Routing, refuse, traced_gate, traced_layer
-from mycel.errors import CaptureError, RunError, TrainError
+from mycel.capture import TRACING, refuse, traced_gate, traced_layer
+from mycel.errors import CaptureError
 
 Tensor = torch.Tensor
 
@@ -110,79 +107,3 @@ def _eager(x: Any, ids: Any, weights: Any, up: Any, down: Any, gate: Any, up_bia
         rows.append(y if down_bias is None else y + down_bias[i])
     y = torch.cat(rows) * weights.reshape(-1)[order].unsqueeze(1)
     return torch.zeros_like(x, dtype=y.dtype).index_add(0, token, y).to(x.dtype)
-
-
-# -- where tokens go
-
-
-@dataclass(frozen=True)
-class SeenLayer:
-    """A layer of experts of captured code: its name as in the state dict, its experts, and the choices of a batch."""
-
-    name: str
-    experts: int
-    choices: int
-
-
-class SeenRouting:
-    """The layers of experts that a function was captured with, and what one tensor says of their routing: for each
-    layer how many choices each expert got, and how many of the router's weights are not finite."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.names = {id(module): name or "the model" for name, module in model.named_modules()}
-        self.layers: tuple[SeenLayer, ...] = ()
-
-    def watched(self, fn: Callable[..., Any], alone: bool = False) -> Callable[..., Any]:
-        """A function, to be captured, that also returns that tensor, or it `alone`; where the function has no such
-        layer, it is as it was."""
-
-        def seen(*args: Any, **kwargs: Any) -> Any:
-            layers: list[Routing] = []
-            OBSERVED.append(layers)
-            try:
-                value = fn(*args, **kwargs)
-            finally:
-                OBSERVED.pop()
-            self.layers = tuple(self._named(layers))
-            if not layers:
-                return () if alone else value
-            routed = torch.cat([x for r in layers for x in (r.counts, r.not_finite.reshape(1))])
-            return routed if alone else (value, routed)
-
-        return functools.update_wrapper(seen, fn, assigned=(), updated=())  # what capture looks for is behind it
-
-    def _named(self, layers: list[Routing]) -> Iterator[SeenLayer]:
-        """Layers with names of their own, also where one runs twice."""
-        again: Counter[str] = Counter()
-        for layer in layers:
-            name = self.names.get(layer.module, "the model")
-            again[name] += 1
-            numbered = f"{name} ({again[name]})" if again[name] > 1 else name
-            yield SeenLayer(numbered, layer.counts.shape[0], layer.choices)
-
-    def by_layer(self, routed: Tensor) -> dict[str, Tensor]:
-        """What each expert got, by layer."""
-        sizes = [layer.experts + 1 for layer in self.layers]
-        return {s.name: part[:-1] for s, part in zip(self.layers, routed.split(sizes), strict=True)}
-
-    def broken(self, routed: Tensor) -> str:
-        """Which layer's router gives weights that are no numbers; empty: none does."""
-        for layer, part in zip(self.layers, routed.split([s.experts + 1 for s in self.layers]), strict=True):
-            if bad := int(part[-1]):
-                return f"the router of {layer.name} gives weights that are not finite: {bad} of {layer.choices}"
-        return ""
-
-    def check(self, routed: Tensor) -> None:
-        """RunError where the router of a layer gives what is no number, or choices that are no experts of it."""
-        if what := self.broken(routed):
-            raise RunError(f"{what}\n  try       a smaller learning rate, clip_norm, or a router in fp32")
-        for layer, counts in zip(self.layers, self.by_layer(routed).values(), strict=True):
-            if int(counts.sum()) != layer.choices:
-                raise RunError(
-                    f"{layer.name}: of {layer.choices} choices {int(counts.sum())} are among its {layer.experts} "
-                    "experts\n  try       ids from torch.topk over as many scores as there are experts"
-                )
-
-
-def refuse_no_layers() -> TrainError:
-    return TrainError("the model has no layer of experts\n  try       mycel.experts, or a model of transformers")

@@ -46,7 +46,10 @@ def objective(model: torch.nn.Module, loss: Callable[..., Any] | None, outputs: 
         mine = {k: v for k, v in kwargs.items() if asked is not None and k in asked and k != wanted.first}
         unknown = [k for k in kwargs if named is not None and k not in named and k not in mine]
         if unknown:
-            raise TrainError(f"neither the model nor the loss takes {', '.join(unknown)}")
+            raise TrainError(
+                f"neither the model nor the loss takes {', '.join(unknown)}\n"
+                "  try       names that forward or the loss has; a setting such as outputs=True is train_step's"
+            )
         count = model_arity.most
         if wanted.most is not None:  # what the loss needs is no optional argument of the model
             left = max(len(args) - max(wanted.least - 1 - len(mine), 0), model_arity.least)
@@ -129,6 +132,11 @@ def _loss_of(out: Any) -> torch.Tensor:
     """The loss a model returned: itself, its `loss`, or of several values the first if it is a scalar, else the one
     that is."""
     if isinstance(out, torch.Tensor):
+        if out.ndim:
+            raise TrainError(
+                f"the model returned {out.dtype} of shape {tuple(out.shape)}, which is no loss\n"
+                "  try       give train_step loss=f(output, *batch), or return the loss from forward"
+            )
         return _scalar(out)
     loss = out.get("loss") if isinstance(out, dict) else getattr(out, "loss", None)
     if loss is None and isinstance(out, (tuple, list)):

@@ -184,18 +184,19 @@ class Mover:
         is room for beside what lives there."""
         kinds = [kind for kind in ("activations", "gradients") if getattr(self.offload, kind) != "none"]
         sums = bool(self.steps)
-        found = plan.absences(self._base, self.body, self._starts(self.body), self.clock.hardware, kinds, sums)
+        absences = plan.absences(self._base, self.body, self._starts(self.body), self.clock.hardware, kinds, sums)
         gone = {a.var for a in self._leaving} if self.body == self._base.entry else set()
-        found = sorted((a for a in found if a.var not in gone), key=lambda a: getattr(self.offload, a.kind) == "auto")
+        absences = [a for a in absences if a.var not in gone]
+        absences.sort(key=lambda a: getattr(self.offload, a.kind) == "auto")
         if self.spaces.host is None:
-            return found
+            return absences
         room = self.spaces.host - sum(v.type.bytes for v in self.done.program.inputs if v.name in self._homes)
-        spans = {i: (a.made, a.use, a.bytes) for i, a in enumerate(found)}
-        gradients = {-i: (a.made, a.use, a.bytes) for i, a in enumerate(self._leaving, 1)}
-        forced = sum(getattr(self.offload, a.kind) == "host" for a in found)
-        counts = range(forced, len(found) + 1)
+        spans = {i: (a.defined, a.use, a.bytes) for i, a in enumerate(absences)}
+        gradients = {-i: (a.defined, a.use, a.bytes) for i, a in enumerate(self._leaving, 1)}
+        forced = sum(getattr(self.offload, a.kind) == "host" for a in absences)
+        counts = range(forced, len(absences) + 1)
         beyond = bisect.bisect_right(counts, room, key=lambda n: packed(gradients | dict(islice(spans.items(), n)))[1])
-        return found[: forced + max(beyond - 1, 0)]
+        return absences[: forced + max(beyond - 1, 0)]
 
     @cached_property
     def _homes(self) -> frozenset[str]:

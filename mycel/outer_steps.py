@@ -44,7 +44,7 @@ class OuterSteps:
 
     def __init__(self, policy: SyncPolicy, parts: ShardedModel, messages: MessageState) -> None:
         self.policy, self.parts, self.messages = policy, parts, messages
-        self.taken = 0
+        self.steps = 0
         self.fragments: list[list[LoadedMessage]] = []
         self.pending: dict[int, Sequence[Any]] = {}  # by fragment: what was begun
         self.device = torch.device("cpu")
@@ -90,23 +90,23 @@ class OuterSteps:
 
     def after_step(self) -> None:
         """Receive and send what is due."""
-        self.taken += 1
+        self.steps += 1
         self.parts.moved()
         for i, each in enumerate(self.fragments):
             if not each:
                 continue
-            if self.policy.overlap and self.policy.is_received(i, self.taken):
-                then = self.taken - self.policy.overlap
+            if self.policy.overlap and self.policy.is_received(i, self.steps):
+                then = self.steps - self.policy.overlap
                 message = self._round(each, then)
                 if i not in self.pending:
                     self.pending[i] = self._run(message.begins, message.message.begins, then)
                 assert message.ends is not None and message.message.ends is not None
                 self._run(message.ends, message.message.ends, then, self.pending.pop(i))
-            if self.policy.is_sent(i, self.taken):
-                message = self._round(each, self.taken)
+            if self.policy.is_sent(i, self.steps):
+                message = self._round(each, self.steps)
                 if message.takes is not None and message.message.takes is not None:
-                    self._run(message.takes, message.message.takes, self.taken)
-                results = self._run(message.begins, message.message.begins, self.taken)
+                    self._run(message.takes, message.message.takes, self.steps)
+                results = self._run(message.begins, message.message.begins, self.steps)
                 if message.ends is not None:
                     self.pending[i] = results
 
@@ -118,7 +118,7 @@ class OuterSteps:
                     self.parts.ranks.wait(token)
         self.pending.clear()
         self.parts.moved()
-        self.taken = steps
+        self.steps = steps
 
     def _round(self, each: Sequence[LoadedMessage], steps: int) -> LoadedMessage:
         return each[steps // self.policy.every % len(each)]

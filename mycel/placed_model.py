@@ -70,7 +70,8 @@ class PlacedModel(ShardedModel):
 
     def given_at(self, unsharded: UnshardedStep, i: int, program: Program) -> Given:
         """As `given`, of the program of a place."""
-        return self._would_hold(i).given(replace(unsharded, program=program))
+        holder = self.others[i] if self.others else self._would_hold(i)
+        return holder.given(replace(unsharded, program=program))
 
     def feed(self, unsharded: UnshardedStep, sharded: Distributed | None, whole: Arguments | None = None) -> Feed:
         """As everywhere; what of the batch this place's program does not read comes as the plan splits it."""

@@ -14,6 +14,7 @@ from mycel.ir import Eqn, Layout, Program, check, runs, walk
 from mycel.offloading import PipelineMover, Spaces, StepOutcome, Way, with_moves
 from mycel.ops import o
 from mycel.plan import Clock, Costs, Decided, Hardware, Plan, Residuals, StageCosts, Times
+from mycel.plan.held_stages import HeldInputs
 from mycel.plan.schedule import KINDS
 
 WORTH = 0.005  # the share of a step that compiling a stretch between calls must save
@@ -103,9 +104,22 @@ class PlacedStep:
     ) -> PlacedOutcome:
         """Lowered, where forward keeps so much for backward; `known` and `orders`: what was decided for each place
         before; `costs`: of its steps, for a schedule that is searched."""
-        places = self.plan.places
         summed = lower.plain_sums(lower.with_residuals(self.local, residuals, None), self.body)
-        pipeline = lower.in_places(summed, self.body, places, self.plan.schedule, costs, orders)
+        pipeline = lower.in_places(summed, self.body, self.plan.places, self.plan.schedule, costs, orders)
+        plans, lowered = self._lowered(pipeline, known)
+        assert lowered.pipeline is not None
+        done = lowered.pipeline
+        times, steps = self._timed(done, self.compiled(lowered))
+        return PlacedOutcome(residuals, lowered, times, steps=steps, plans=tuple(plans))
+
+    def forward(self, held: HeldInputs) -> lower.Lowered | None:
+        """A program without a step, each place with what it holds the tensors for; None where that cannot be."""
+        pipeline = lower.forward_stages(self.local, held, lower.PlaceWriter, plan.PLACE_AXIS)
+        return None if pipeline is None else self._lowered(pipeline, ())[1]
+
+    def _lowered(self, pipeline: lower.Pipeline, known: Sequence[Decided]) -> tuple[list[Plan], lower.Lowered]:
+        """The programs of places, each laid out over its mesh, with messages between them; and their plans."""
+        places = self.plan.places
         plans, spreads, programs = list[Plan](), list[lower.Distributed | None](), list[Program]()
         regions = list[frozenset[str]]()
         for i, program in enumerate(pipeline.programs):
@@ -121,9 +135,7 @@ class PlacedStep:
             for p, spread in zip(lower.connect(programs, ends, places), spreads, strict=True)
         ]
         done = replace(pipeline, programs=tuple(connected))
-        lowered = lower.Lowered(connected[0], regions[0], spreads[0], done, tuple(spreads), tuple(regions))
-        times, steps = self._timed(done, self.compiled(lowered))
-        return PlacedOutcome(residuals, lowered, times, steps=steps, plans=tuple(plans))
+        return plans, lower.Lowered(connected[0], regions[0], spreads[0], done, tuple(spreads), tuple(regions))
 
     def _outlined(
         self, i: int, local: Program, known: Sequence[Decided]

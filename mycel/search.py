@@ -44,13 +44,13 @@ from mycel.offloading import Spaces, Way
 from mycel.parts import ShardedModel, UnshardedStep
 from mycel.plan import STAGE_AXIS, Costs, Plan, Times
 from mycel.plan.cluster import Cluster
-from mycel.plan.compression import CANDIDATES
 from mycel.plan.schedule import PipelineTimes, timeline
 from mycel.plan.towers import Tower, towers
 from mycel.planning import LaidOut, Task, placed_step
 from mycel.run import without_collector
 from mycel.search_given import Given
 from mycel.search_order import GAIN, SearchOrder
+from mycel.search_remarks import explained, nothing_fits
 from mycel.search_space import AXES, SearchSpace, Shape
 from mycel.shallow import Make, Shallow, layer_lists
 from mycel.sizes import shown
@@ -59,7 +59,6 @@ from mycel.stage_price import StagePricing, layer_runs
 NEAR = 0.01  # a plan this close to the bound ends the search
 RUNGS = 4  # of the ladder of prices, every so many are tried for a pipeline
 CLOSE = 0.02  # of the memory: what figures from fewer layers may be off by
-WAITING = 0.2  # the share of a step above which encoded gradients are remarked on
 
 
 @dataclass(frozen=True)
@@ -119,10 +118,10 @@ class Search:
 
     @functools.cached_property
     def _bytes_by_kind(self) -> Counter[str]:
-        program, found = self.program, Counter[str]()
+        program, bytes_ = self.program, Counter[str]()
         for v in program.inputs:
-            found[program.role(v).kind] += v.type.bytes
-        return found
+            bytes_[program.role(v).kind] += v.type.bytes
+        return bytes_
 
     def held(self, shape: Shape) -> float:
         """Bytes that are there all the time, at the least."""
@@ -146,10 +145,10 @@ class Search:
     @functools.cached_property
     def kinds(self) -> dict[str, int]:
         """Bytes of parameters by pattern: those of all layers together."""
-        found: Counter[str] = Counter()
+        bytes_: Counter[str] = Counter()
         for role, v in _parameters(self.program):
-            found[re.sub(r"\d+", "*", role.name)] += v.type.bytes
-        return dict(found)
+            bytes_[re.sub(r"\d+", "*", role.name)] += v.type.bytes
+        return dict(bytes_)
 
     @property
     def batch(self) -> list[tuple[str, tuple[int, ...]]]:
@@ -209,12 +208,14 @@ class Search:
         key = (shape.cp > 1, shape.tp, shape.ty, shape.ep)
         if key not in self._parameters:
             alone = replace(shape, zero=0, levels=(), microbatches=1, pp=1, offload=False, compress="", order=())
-            found = None
+            entries = None
             if self.shallow is not None:
-                found = patterns(self._parameter_layouts(alone, self.shallow.base(1)))
-                if any(re.search(r"\d", name) for name in found):  # layers that differ: each has its say
-                    found = None
-            self._parameters[key] = patterns(self._parameter_layouts(alone, self.step())) if found is None else found
+                entries = patterns(self._parameter_layouts(alone, self.shallow.base(1)))
+                if any(re.search(r"\d", name) for name in entries):  # layers that differ: each has its say
+                    entries = None
+            self._parameters[key] = (
+                patterns(self._parameter_layouts(alone, self.step())) if entries is None else entries
+            )
         return self._parameters[key]
 
     def _parameter_layouts(self, shape: Shape, unsharded: UnshardedStep) -> dict[str, Layout]:
@@ -236,8 +237,8 @@ class Search:
         for i, (role, v) in enumerate(zip(roles, program.inputs, strict=True)):
             if role.kind == "state" and role.of in at and v.shape == program.inputs[at[role.of]].shape:
                 free[i] = at[role.of]
-        found = plan.parameter_layouts(whole, written, inputs, free, axes, costs, links, lower.Prices(links))
-        return {name: found[i] for name, i in at.items()}
+        layouts = plan.parameter_layouts(whole, written, inputs, free, axes, costs, links, lower.Prices(links))
+        return {name: layouts[i] for name, i in at.items()}
 
     # -- pricing
 
@@ -382,10 +383,10 @@ class Search:
         where moving could save more than `GAIN` of the step, which is computed again for want of memory."""
         if any(getattr(written.offload, kind) == "host" for kind in plan.KINDS):
             return None
-        found = self._timed(shape, replace(written, offload=plan.Offload()))
-        if found.plan is None or found.again > GAIN * found.seconds:
+        timed = self._timed(shape, replace(written, offload=plan.Offload()))
+        if timed.plan is None or timed.again > GAIN * timed.seconds:
             return None
-        return replace(found, plan=replace(found.plan, offload=written.offload))
+        return replace(timed, plan=replace(timed.plan, offload=written.offload))
 
     def _timed_stages(self, shape: Shape, written: Plan) -> Candidate:
         """A pipeline from the pieces of a step with few layers: with as much computed again as the memory asks for."""
@@ -481,10 +482,10 @@ class Search:
                 f"the plan is for {written.mesh.world} devices, the cluster has {self.cluster.world}\n"
                 f"  the mesh  {written.mesh}\n  try       --cluster with as many devices"
             )
-        found = self.priced(written)
-        if not found.fits:
-            raise PlanError(f"the plan does not fit {shown(self.memory or 0)} a device: {found.why}")
-        what = f"a step takes {found.seconds * 1e3:,.1f} ms, {shown(found.peak)} at its peak"
+        price = self.priced(written)
+        if not price.fits:
+            raise PlanError(f"the plan does not fit {shown(self.memory or 0)} a device: {price.why}")
+        what = f"a step takes {price.seconds * 1e3:,.1f} ms, {shown(price.peak)} at its peak"
         return f"it fits: {what}, at least {self.bound * 1e3:,.1f} ms in any plan"
 
     # -- the search
@@ -501,6 +502,14 @@ class Search:
             computing = [[x.under([price]).times.totals["compute"] for x in laid_out] for price in prices]
         whole = [self.shallow.sum(each) if self.shallow is not None else each[0] for each in computing]
         return min(whole) / self.cluster.world
+
+    def on_one_host(self) -> Search:
+        """The same search, as if there were no other hosts."""
+        alone = Search(
+            self.model, self.optimizer, self._make, self.cluster.one_host, self.memory, self._written, self.compiled
+        )
+        alone._steps = self._steps
+        return alone
 
     def flops(self) -> float:
         program, count = self.program, runs(self.program)
@@ -535,92 +544,19 @@ class Search:
             complete = False
         ranked = sorted(self.candidates.values(), key=lambda c: (not c.fits, c.seconds, str(c.shape)))
         if not any(c.fits for c in ranked):
-            self._refuse(ranked)
-        ranked = [self._explained(c, ranked[0]) for c in ranked]
+            raise nothing_fits(self, ranked)
+        ranked = [explained(c, ranked[0]) for c in ranked]
         ranked = [replace(c, peak_parts=self._peak_parts(c)) if c.fits else c for c in ranked]
         tokens = self.rows * self.length if self.is_text else self.rows
         took = time.perf_counter() - started
         bars = plan.error_bars(self.cluster.hardware.name, self.cluster.world)
         return Answer(ranked, bound, self.flops(), tokens, self.is_text, self.cluster, took, complete, bars)
 
-    def remarked(self, answer: Answer) -> Answer:
-        """With what would be faster and changes numbers; interrupted, without."""
-        best = answer.best
-        try:
-            found = [*self._remarks(best), *(self._fewer(best) if answer.complete else ())] if best is not None else []
-            return replace(answer, remarks=tuple(found))
-        except KeyboardInterrupt:
-            return answer
-
-    def _remarks(self, best: Candidate) -> Iterator[str]:
-        if self.given.codecs or best.exposed < WAITING * best.seconds:
-            return
-        shapes = [replace(c.shape, compress=CANDIDATES[1]) for c in SearchOrder(self).worth_encoding()]
-        other = min((self.price(shape) for shape in shapes), key=lambda c: c.seconds, default=best)
-        if other.seconds < (1 - WAITING / 2) * best.seconds:
-            saved = 1 - other.seconds / best.seconds
-            yield (
-                f"{other.shape} would save {100 * saved:.0f} % of a step ({other.seconds * 1e3:,.1f} ms); gradients "
-                "are then not quite the same: compress: auto in the plan"
-            )
-
-    def _fewer(self, best: Candidate) -> Iterator[str]:
-        """Where ranks wait for other hosts, and one host could compute it all in less time: would it?"""
-        given, cluster = self.given, self.cluster
-        is_fixed = given.mesh is not None or given.pp > 1 or bool(given.place)
-        if is_fixed or cluster.hosts == 1 or best.exposed < WAITING * best.seconds:
-            return
-        limit = (1 - WAITING / 2) * best.seconds
-        if self.bound * cluster.hosts > limit:
-            return
-        alone = Search(
-            self.model, self.optimizer, self._make, cluster.one_host, self.memory, self._written, self.compiled
-        )
-        alone._steps = self._steps
-        try:
-            other = alone.run().best
-        except PlanError:  # it does not fit there
-            return
-        if other is not None and other.seconds < limit:
-            waiting = f"{100 * best.exposed / best.seconds:.0f} %"
-            yield (
-                f"the {cluster.devices} devices of one host would take {other.seconds * 1e3:,.1f} ms ({other.shape}), "
-                f"less than these {cluster.world}, which wait for each other {waiting} of a step: others may stay "
-                "idle, or a larger batch gives them more to do"
-            )
-
-    def _explained(self, candidate: Candidate, best: Candidate) -> Candidate:
-        """Why it lost."""
-        if candidate is best or not candidate.fits or candidate.times is None or best.times is None:
-            return candidate
-        computing = candidate.times.totals["compute"] - best.times.totals["compute"]
-        waiting = candidate.exposed - best.exposed
-        if computing > waiting:
-            why = f"+{computing * 1e3:.1f} ms of computing" + (" again" if candidate.again > best.again else "")
-        else:
-            level = max(candidate.sent, key=lambda k: candidate.sent[k] - best.sent.get(k, 0.0), default="links")
-            why = f"+{waiting * 1e3:.1f} ms waiting for messages over {level}"
-        return replace(candidate, why=why)
-
-    def _refuse(self, ranked: Sequence[Candidate]) -> None:
-        least = min((self.held(c.shape) for c in ranked), default=0.0)
-        parameters, state = self.bytes_of("parameter"), self.bytes_of("state")
-        nearest = min(ranked, key=lambda c: self.held(c.shape)) if ranked else None
-        memory = self.memory or 0
-        devices = -(-int(parameters + state) // max(1, int(memory * 0.8)))
-        raise PlanError(
-            f"no plan fits {shown(memory)} a device\n"
-            f"  needs     at least {shown(least)} for {shown(parameters)} of parameters and {shown(state)} of state\n"
-            f"  nearest   {nearest.shape if nearest else ''}: {nearest.why if nearest else ''}\n"
-            f"  try       {max(devices, self.cluster.world * 2)} devices, a smaller batch, or more memory"
-            + (", or more of the host's" if any("on the host" in c.why for c in ranked) else "")
-        )
-
 
 def _short_of(refusal: str) -> str:
     """What a refusal says is too much, and where that is if it is not the device."""
-    found = re.findall(r"^(.*): ([\d.]+ \w+) too much", refusal, re.MULTILINE)
-    return " and ".join(f"{n} on the host" if "on the host" in line else n for line, n in found) or "some"
+    shortages = re.findall(r"^(.*): ([\d.]+ \w+) too much", refusal, re.MULTILINE)
+    return " and ".join(f"{n} on the host" if "on the host" in line else n for line, n in shortages) or "some"
 
 
 def _parameters(program: Program) -> Iterator[tuple[Role, Var]]:
@@ -635,11 +571,11 @@ def patterns(layouts: Mapping[str, Layout]) -> dict[str, Any]:
     by_pattern: dict[str, dict[Layout, list[str]]] = {}
     for name, layout in layouts.items():
         by_pattern.setdefault(re.sub(r"\d+", "*", name), {}).setdefault(layout, []).append(name)
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for pattern, alike in by_pattern.items():
         for layout, names in alike.items():
             if layout.is_whole:
                 continue
             entry = [".".join(axes) or "-" for axes in layout.dims]
-            found.update({pattern: entry} if len(alike) == 1 else dict.fromkeys(names, entry))
-    return found
+            entries.update({pattern: entry} if len(alike) == 1 else dict.fromkeys(names, entry))
+    return entries

@@ -204,20 +204,20 @@ class SearchOrder:
             if best.shape.place or (best.shape.offload and search.is_shallow):
                 return  # what moves is told from all layers: of a deep model one such plan is enough
             shape, least = best.shape, GAIN * best.seconds
-            found: list[Iterator[Shape]] = []
+            groups: list[Iterator[Shape]] = []
             if best.fits and best.exposed > least:
                 if self.sending(best) > least:
-                    found += [space.orders(shape)] if self._could_change_places(best) else []
-                    found += [space.hybrids(shape)]
-                    found += [space.orders(c.shape) for c in self._runners_up(best)]
+                    groups += [space.orders(shape)] if self._could_change_places(best) else []
+                    groups += [space.hybrids(shape)]
+                    groups += [space.orders(c.shape) for c in self._runners_up(best)]
                 if self.sending(best, "tp") > least:
-                    found += [space.planes(shape)]
-                found += [space.with_experts(shape), space.woven(shape, self.given.microbatches)]
-                found += [self._held_whole(best)]
+                    groups += [space.planes(shape)]
+                groups += [space.with_experts(shape), space.woven(shape, self.given.microbatches)]
+                groups += [self._held_whole(best)]
             is_full = search.memory is not None and best.peak > FULL * search.memory
             if not best.fits or (is_full and best.again > least):
-                found += [space.with_experts(shape)]
-            for each in itertools.chain(*found):
+                groups += [space.with_experts(shape)]
+            for each in itertools.chain(*groups):
                 if each not in search.candidates and search.held(each) <= self.memory:
                     yield each
             if not best.fits or best.exposed > least or (is_full and best.again > least):
@@ -357,8 +357,8 @@ class SearchOrder:
                 f"{pp} stages on {space.world} devices\n  try       a number of stages that divides {space.world}"
             )
         inside = SearchSpace(space.world // pp, space.devices, space.rows, space.length, space.experts, space.layers)
-        found = list(self.meshes()) if self.given.mesh is not None else list(inside.meshes())
-        for mesh in found:
+        meshes = list(self.meshes()) if self.given.mesh is not None else list(inside.meshes())
+        for mesh in meshes:
             zero = self.given.zero if self.given.zero is not None else int(mesh.dp > 1)
             counts = [n for n in self._counts(mesh) if n >= pp]
             if not counts:

@@ -193,12 +193,12 @@ def _over_time(curve: Sequence[tuple[float, int]], held: int, seconds: float) ->
 def _alive(program: Program, at: int) -> list[tuple[str, Type, int, str]]:
     """The largest values of the entry that are alive at an equation."""
     eqns: Sequence[Eqn] = program.main.eqns
-    found = [
+    rows = [
         (v.name, v.type, size(v), eqns[first].line)
         for v, (first, last) in lifetimes(program.main).items()
         if 0 <= first <= at <= last
     ]
-    return sorted(found, key=lambda x: -x[2])[:AT_PEAK]
+    return sorted(rows, key=lambda x: -x[2])[:AT_PEAK]
 
 
 # -- parameters

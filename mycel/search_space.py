@@ -166,10 +166,10 @@ class SearchSpace:
 
     def microbatches(self, shape: Shape) -> list[int]:
         """Parts that a rank's rows can be cut into: powers of two."""
-        rows, found = self.rows // shape.replicas, [1]
-        while rows % (2 * found[-1]) == 0 and found[-1] < MICROBATCHES:
-            found.append(2 * found[-1])
-        return found
+        rows, counts = self.rows // shape.replicas, [1]
+        while rows % (2 * counts[-1]) == 0 and counts[-1] < MICROBATCHES:
+            counts.append(2 * counts[-1])
+        return counts
 
     # -- neighbours
 
@@ -215,15 +215,15 @@ class SearchSpace:
         if shape.pp > 1 or shape.order or shape.fsdp > 1 or shape.ep > 1:
             return
         for tp in dict.fromkeys((shape.tp, min(shape.tp, self.devices), 1)):
-            found = []
+            candidates = []
             for pp in divisors(self.world // (tp * shape.cp)):
                 inside = replace(shape, dp=self.world // (tp * shape.cp * pp), tp=tp, ty=1, pp=pp, microbatches=1)
                 counts = [n for n in self.microbatches(inside) if n >= pp]
                 if pp > 1 and counts:
                     count = min(counts, key=lambda n: abs(n - 4 * pp))
                     candidate = replace(inside, microbatches=count, zero=shape.zero if inside.dp > 1 else 0)
-                    found += [candidate] if self.has(candidate) else []
-            yield found
+                    candidates += [candidate] if self.has(candidate) else []
+            yield candidates
 
     def other_microbatches(self, shape: Shape) -> Iterator[Shape]:
         """Half as many, and twice."""

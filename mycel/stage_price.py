@@ -160,11 +160,11 @@ class StagePieces:
     @cached_property
     def blocks(self) -> list[tuple[Figures, str, int]]:
         """Ends and layers in their order: figures, the module they begin with, how many layers that is."""
-        found = [(self.ends[0], self.around[0], 0)]
+        blocks = [(self.ends[0], self.around[0], 0)]
         for run, layer, end, behind in zip(self.runs, self.layer, self.ends[1:], self.around[1:], strict=True):
-            found += [(layer, f"{run.name}.{i}", 1) for i in range(run.count)]
-            found.append((end, behind, 0))
-        return found
+            blocks += [(layer, f"{run.name}.{i}", 1) for i in range(run.count)]
+            blocks.append((end, behind, 0))
+        return blocks
 
     def priced(self, stages: int, schedule: str, memory: int | None = None) -> PricedStages:
         """So many stages under a schedule; PlanError where there are fewer layers.  Where a rank has one stage, the cut

@@ -19,7 +19,7 @@ from mycel.optimizers import known_names
 from mycel.plan import Plan
 
 
-def told(optimizer: torch.optim.Optimizer, why: str) -> None:
+def warn(optimizer: torch.optim.Optimizer, why: str) -> None:
     """Say once that this is slower, and why."""
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     warnings.warn(

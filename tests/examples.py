@@ -19,7 +19,8 @@ import torch
 from mycel.ir.parse import _Parser
 from mycel.ir.types import DTYPES
 
-_TYPE = re.compile(r"(f|n|a|f16|bf16|f32|f64|i8|i16|i32|i64|u8|bool|c64|c128)\[([\d,]*)\]([<>~!][\d.]*|=[\d ]+)?$")
+_DTYPE = r"f|n|a|f8e4m3|f8e5m2|f16|bf16|f32|f64|i8|i16|i32|i64|u8|bool|c64|c128"
+_TYPE = re.compile(rf"({_DTYPE})\[([\d,]*)\]([<>~!][\d.]*|=[\d ]+)?$")
 CLASSES = {
     "f": ("f32", "f16", "bf16", "f64"),
     "n": ("f32", "i64", "f16", "i32", "f64"),

@@ -46,6 +46,24 @@ class Routed(Layer):
         return super().forward(x * self.scale, ids, weights)
 
 
+class Residual(Routed):
+    """A layer of a model that adds to its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.choices(x)
+        return x + mycel.experts(x, ids, weights, self.up, self.down, gate=self.gate)
+
+
+class Stack(nn.Sequential):
+    """Layers with more and more experts; its loss is the square of what they give."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__(*(Residual(3 + i) for i in range(layers)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
 class Mixed(Routed):
     """A layer with a product before it, and experts that are larger than their tokens: the rows travel."""
 

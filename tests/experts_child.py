@@ -7,7 +7,7 @@ import copy
 import faulthandler
 
 import torch
-from experts import Layer, Mixed, Routed, Shared, routed
+from experts import Layer, Mixed, Routed, Shared, Stack, routed
 from stepping import plain_step
 
 import mycel
@@ -68,6 +68,20 @@ def rebalanced() -> None:
             alike(held[at]["exp_avg"], adamw[1].state[p]["exp_avg"][order])
 
 
+def measured(plan: dict) -> None:
+    """What experts get is the same wherever their layers are: in stages of a pipeline, or in places."""
+    twin = Stack()
+    model = copy.deepcopy(twin)
+    adamw = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, twin)]
+    step = mycel.train_step(model, adamw[0], compile=False, plan=plan, expert_load=True)
+    serial = mycel.train_step(copy.deepcopy(twin), adamw[1], compile=False, plan="dp", mesh=Mesh(dp=2))
+    x = torch.randn(16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    alike(float(step(x=x)), plain_step(twin, adamw[1], {"x": x}))
+    load, expected = step.expert_load(), serial.expert_load(x=x)
+    assert list(load) == ["0", "1", "2", "3"] == list(expected)
+    assert all(torch.equal(load[name], expected[name].float()) for name in load), (load, expected)
+
+
 def counted() -> None:
     """A rank puts on the wire what the routing says and no more: with n of its tokens' choices among experts elsewhere,
     and m of others' among its own, forward n rows go and m come back, backward n go with their cotangents and weights,
@@ -113,6 +127,8 @@ if __name__ == "__main__":
     trained(5, 4, "all_gather")
     trained(5, 1, "exchange_rows")
     rebalanced()
+    measured({"stages": 2, "microbatches": 4})
+    measured({"place": {"1": [0], "*": [1]}})
     counted()
     begun(Mixed(), microbatches=4, at_once=2)
     begun(Shared())

@@ -6,19 +6,17 @@ another one goes on from there.  At the end a stage dies.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import faulthandler
 import os
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 import torch
 import yaml
+from alive import Alive
 from pipelining import Tied
-from placed_processes import compressed, dies_in_backward, in_places
+from placed_processes import alone, compressed, dies_in_backward, in_places
 from torch import nn
 
 import mycel
@@ -76,15 +74,6 @@ def held(step: mycel.Step) -> int:
     return sum(x.untyped_storage().nbytes() for x in tensors)
 
 
-@contextlib.contextmanager
-def alone(step: mycel.Step) -> Iterator[None]:
-    """Inside, no stage comes to the ranks of another."""
-    fetch = step.parts._fetch
-    step.parts._fetch = lambda: pytest.fail("a rank holds what another stage does")
-    yield
-    step.parts._fetch = fetch
-
-
 def main(folder: Path) -> None:
     torch.manual_seed(0)
     first = Tied(2, 0.1).double()
@@ -101,6 +90,7 @@ def main(folder: Path) -> None:
             healed(serial)
             healed(step)
     compared(step, serial)
+    evaluated_in_little_memory()
     with alone(step):
         assert step.save(folder / "saved").name == "step-00000003"
     other = step_of(Tied(2, 0.1).double(), PLANS[1])
@@ -111,9 +101,13 @@ def main(folder: Path) -> None:
         wanted, *found = losses(i, serial, step, other)
         alike(found, [wanted] * 2)
     alike(other.state_dict()["model"], serial.state_dict()["model"])
+    with alone(other):
+        alike(other.evaluate(**batch(9)), serial.evaluate(**batch(9)))
     assert "lives there" in other.explain() or WORLD == 2
     traced(step)
     if WORLD == 4:
+        woven()
+        outputs()
         replicas(folder / "replicas")
         turned_exact(folder / "compressed")
         compressed(folder / "compressed places")
@@ -138,10 +132,79 @@ def compared(step: mycel.Step, serial: mycel.Step) -> None:
     for i, slots in whole["optimizer"]["state"].items():
         for slot, x in slots.items():
             alike(found["optimizer"]["state"][i][slot].double(), x.double())
-    alike(step.evaluate(**batch(9)), serial.evaluate(**batch(9)))
+    evaluated(step, serial)
     assert held(step) < 0.85 * held(serial), (held(step), held(serial))  # a rank holds its stages alone
     assert mycel.Plan.read(yaml.safe_load(str(step.plan))) == step.plan
     assert "bubble" in step.explain()
+
+
+def evaluated(step: mycel.Step, serial: mycel.Step) -> None:
+    """Without what other ranks hold: the loss, of the whole batch and of this rank's part; and what a function makes of
+    it that calls a module of the last stage first."""
+    whole, forward, wanted = batch(9), step.forward(), serial.evaluate(**batch(9))
+
+    def last_first(model: torch.nn.Module, ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = model.layers[0](model.layers[1](model.embed(ids)))
+        return x, labels + 1, x.argmax(-1)
+
+    with alone(step), mycel.forward.evaluating(step.model), mycel.forward.evaluating(serial.model):
+        alike(step.evaluate(**whole), wanted)
+        alike(forward.local(**whole)(**{k: x[step.slices(k, x.shape)] for k, x in whole.items()}), wanted)
+        made = step.forward(lambda **batch: last_first(step.model, **batch))(**whole)
+        alike(made, last_first(serial.model, **whole))
+    both = step.forward(lambda ids, labels: ids.sum() * sum(layer.up.weight for layer in step.model.layers).sum())
+    wanted = whole["ids"].sum() * sum(layer.up.weight for layer in serial.model.layers).detach().sum()
+    alike(both(**whole), wanted)  # one equation reads tensors of two stages: all ranks are brought both
+
+
+def evaluated_in_little_memory() -> None:
+    """Of four equal layers a rank holds one, and evaluation makes less than that beside it."""
+    model = Tied(4, width=64)
+    step = step_of(model, {"stages": ["embed", *(f"layers.{i}" for i in range(1, WORLD))]})
+    whole, layer = batch(0), sum(p.nbytes for p in model.layers[0].parameters())
+    step.evaluate(**whole)
+    with Alive() as alive:
+        step.evaluate(**whole)
+    held_here = sum(p.untyped_storage().nbytes() for p in model.parameters())
+    assert layer < held_here < 1.5 * layer and 0 < alive.most < layer, (held_here, alive.most, layer)
+
+
+class Answering(Tied):
+    """Gives what it answers beside the loss."""
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        answer = self.layers[1](self.layers[0](self.embed(ids)))
+        return super().forward(ids, labels), answer
+
+
+def outputs() -> None:
+    """Of steps and of evaluation, whole on every rank."""
+    torch.manual_seed(0)
+    first = Answering(2).double()
+    plan = {"stages": ["embed", "layers.1"], "mesh": {"dp": 2}, "batch": ["dp"], "microbatches": 4}
+    given = [{"plan": None, "accumulate": 4}, {"plan": plan}]
+    models = [copy.deepcopy(first), first]
+    serial, step = (
+        mycel.train_step(m, torch.optim.SGD(m.parameters(), lr=0.1), compile=False, outputs=True, **more)
+        for m, more in zip(models, given, strict=True)
+    )
+    alike(step(**batch(0)), serial(**batch(0)))
+    with alone(step):
+        alike(step.evaluate(**batch(9)), serial.evaluate(**batch(9)))
+
+
+def woven() -> None:
+    """Two microbatches go through the stages together, with steps for weights: as one after the other."""
+    torch.manual_seed(0)
+    first = Tied(2, 0.1).double()
+    plan = {"stages": 4, "mesh": {"tp": 2}, "parameters": TENSOR, "schedule": "zbv", "at_once": 2}
+    serial, step = step_of(copy.deepcopy(first), None), step_of(first, plan)
+    for i in range(2):
+        wanted, loss = losses(i, serial, step)
+        alike(loss, wanted)
+    alike(step.state_dict()["model"], serial.state_dict()["model"])
+    with alone(step):
+        alike(step.evaluate(**batch(9)), serial.evaluate(**batch(9)))
 
 
 def traced(step: mycel.Step) -> None:
@@ -233,6 +296,10 @@ def replicas(folder: Path) -> None:
     }
     for name, x in step.state_dict()["model"].items():
         torch.testing.assert_close(x, mean[name], rtol=1e-5, atol=1e-6)
+    first = Tied(2).double()
+    first.load_state_dict(mean, strict=False)
+    with alone(step):  # each rank has the mean of its stages
+        torch.testing.assert_close(step.evaluate(**batch(9)), first(**batch(9)).detach(), rtol=1e-5, atol=1e-6)
     again = step_of(Tied(2).double(), plan)
     again.prepare(**batch(0)).load(folder)
     assert [again(**batch(i)) for i in (3, 4)] == after[3:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import faulthandler
+import pickle
 import sys
 from pathlib import Path
 
@@ -54,6 +55,9 @@ def main(folder: Path) -> None:
 
     texts = [told(lambda: model(**batch)), told(lambda: model.up(batch["x"])), told(model.state_dict)]
     texts.append(told(optimizer.state_dict))
+    texts.append(told(lambda: model.load_state_dict(twin.state_dict())))
+    texts.append(told(lambda: optimizer.load_state_dict(plain.state_dict())))
+    texts.append(told(lambda: torch.save(model, folder / "pickled.pt")))
     if seat().rank == 0:
         (folder / "told.txt").write_text("\n\n".join(texts))
 
@@ -67,6 +71,9 @@ def main(folder: Path) -> None:
     with step.whole() as inside:
         alike(inside(**batch), twin(**batch))
         torch.save(inside.state_dict(), folder / f"{seat().rank}.pt")
+        again = pickle.loads(pickle.dumps(inside))
+    alike(again(**batch), twin(**batch))
+    alike(dict(again.state_dict()), dict(twin.state_dict()))
     with step.whole(rank=0):
         if seat().rank == 0:
             alike(model.state_dict(), twin.state_dict())

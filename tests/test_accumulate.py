@@ -10,6 +10,7 @@ import warnings
 import pytest
 import torch
 from distributing import OneDevice, random_plan, start_values, step_equals, tensors
+from golden import golden
 from torch import nn
 from torch.nn import functional as F
 
@@ -242,6 +243,27 @@ def test_accumulating_over_several_calls():
     torch.testing.assert_close(dict(model.state_dict()), before)
     with pytest.raises(mycel.errors.TrainError, match=r"nothing to apply.*\n  try       step.accumulate"):
         step.apply()
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_step_before_gradients_are_applied_is_refused(local):
+    torch.manual_seed(0)
+    model, x, y = nn.Linear(4, 5), torch.randn(6, 4), torch.randint(0, 5, (6,))
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, compile=False)
+    take = step.local(x, y) if local else step
+    take(x, y)
+    step.accumulate(x, y)
+    step.accumulate(x, y)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(mycel.errors.TrainError) as error:
+        take(x, y)
+    golden("told_step_before_apply", str(error.value))
+    step.evaluate(x, y)
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    step.apply()
+    assert step.steps == 2
+    take(x, y)
+    assert not torch.equal(before["weight"], model.weight)
 
 
 WEIGHED = {

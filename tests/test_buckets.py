@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
+from golden import golden
 from models import VOCAB, bert, llama
 from stepping import agree, beside, cross_entropy, mlp, sgd
 from torch import nn
@@ -149,3 +151,24 @@ def test_what_follows_is_known_from_the_first_batch():
         assert padded["x"].sum() == 2 * n and (padded["labels"] == -100).sum() == 2 * (8 - n)
     with pytest.raises(TrainError, match="another size along dim 1"):
         buckets((), {"x": torch.ones(2, 3), "labels": torch.ones(2, 4, dtype=torch.int64)})
+
+
+def test_many_sizes_without_buckets_are_told_of_once():
+    """A program for each length is what one gets without `pad`: it is said, with buckets for the lengths so far."""
+    model = torch.nn.Linear(3, 2)
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, compile=False)
+
+    def told(lengths):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for n in lengths:
+                step(torch.ones(n, 3), torch.zeros(n, dtype=torch.int64))
+        return [str(w.message) for w in seen]
+
+    assert not told([5, 6, 5, 6, 7, 8, 9, 10, 11])
+    text = told(range(5, 24))
+    assert len(text) == 1
+    golden("told_many_sizes", text[0])
+    pad = {0: {0: [8, 16]}, 1: {0: [8, 16], "value": -100}}
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, compile=False, pad=pad)
+    assert not told(range(5, 17)) and len(step.entries) == 2

@@ -236,3 +236,38 @@ def test_an_argument_that_is_also_reached_otherwise():
     fast = mycel.jit(fn)
     for x in (SCALE, SCALE + 1, SCALE):
         same(fast(x), x * SCALE)
+
+
+class KeyQueue(nn.Module):
+    """A window of a buffer, from a place that the call itself moves on, read and written in several ways."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.ones(3))
+        self.register_buffer("queue", torch.zeros(8, 3))
+        self.register_buffer("at", torch.zeros(1, dtype=torch.long))
+
+    def forward(self, x):
+        y, at = x * self.w, int(self.at)
+        loss = (self.queue.clone()[at : at + 2] + y).pow(2).sum()
+        with torch.no_grad():
+            self.queue[at : at + 2] = y
+            self.queue[at + 1 : at + 2, 1:].mul_(2)
+            self.queue[:, :2][at : 2 + at] += 1
+            self.at[0] = (at + 2) % 8
+        return loss
+
+
+def test_windows_that_move_on_are_views():
+    model, twin = KeyQueue(), KeyQueue()
+    run = mycel.jit(model, strict=True)
+    for seed in range(6):
+        torch.manual_seed(seed)
+        x = torch.randn(2, 3)
+        got, want = run(x), twin(x)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(model.queue, twin.queue)
+        got.backward()
+        want.backward()
+        torch.testing.assert_close(model.w.grad, twin.w.grad)
+    assert len(run.entries) == 1

@@ -53,6 +53,7 @@ def test_wires_of_axes():
     [
         ("h10x8", "there is no device 'h10'.*try       H100"),
         ("h100x12", "12 devices are not a whole number of hosts of 8.*try       h100x16"),
+        ("h100x0", "devices is 0.*at least 1"),
         ({"devices": 8}, "no device is given"),
         ({"device": "H100", "host": 2}, "unknown key 'host'.*try       hosts"),
         ({"device": "H100", "hosts": 0}, "hosts is 0.*at least 1"),

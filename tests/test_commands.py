@@ -3,6 +3,8 @@ plain loop, the text that of transformers, the model the checkpoint's."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
 import sys
@@ -34,7 +36,10 @@ def run(disk, tmp_path_factory):
     """A run whose best checkpoint is not its last: it climbs."""
     path = tmp_path_factory.mktemp("commands") / "run"
     climbing = {"options": {"maximize": True}}
-    assert train(config(disk, path, optimizer=climbing, checkpoint={"every": 4, "keep": 3})) == 0
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert train(config(disk, path, optimizer=climbing, export=True, checkpoint={"every": 4, "keep": 3})) == 0
+    (path.parent / "said.txt").write_text(said.getvalue())
     assert best(path / "checkpoints") != latest(path / "checkpoints")
     return path
 
@@ -71,8 +76,21 @@ def test_what_is_exported_is_the_checkpoint(run, folder, tmp_path):
     assert "the last" in result.stderr and result.stdout == f"exported: {tmp_path / 'weights' / 'model.safetensors'}\n"
     from safetensors.torch import load_file
 
+    said = [
+        mycel("export", run, *option, "--out", tmp_path / f"m{i}").stderr for i, option in enumerate(([], ["--best"]))
+    ]
+    assert said[0] == said[1] and "the best by validation" in said[0]
     last = of(latest(run / "checkpoints"))
     assert all(torch.equal(x, last[name]) for name, x in load_file(tmp_path / "weights" / "model.safetensors").items())
+
+
+def test_the_end_of_a_run_says_that_its_model_is_the_best(run):
+    """`RUN/model` is what `mycel export` writes: of the best step, not of the last."""
+    held = dict(hf.AutoModelForCausalLM.from_pretrained(run / "model").state_dict())
+    assert all(torch.equal(held[name], x) for name, x in of(best(run / "checkpoints")).items() if name in held)
+    results = (run.parent / "said.txt").read_text().split("\ndone\n")[1]
+    text = results[results.index("  model ") : results.index("  checkpoints ")]
+    golden("told_model_of_the_best_step", " ".join(words(text, run).split()))
 
 
 def test_an_exported_onnx_file_gives_the_logits_of_any_batch(run, folder, tmp_path):
@@ -92,6 +110,7 @@ def test_without_the_writer_of_onnx_it_says_what_to_install(run, tmp_path, monke
     monkeypatch.setitem(sys.modules, "onnxscript", None)
     result = mycel("export", run, "--to", "onnx", "--out", tmp_path / "onnx")
     assert result.exit_code == 1 and "try       pip install 'mycel[onnx]'" in result.stderr
+    assert not (tmp_path / "onnx").exists()
 
 
 def test_an_exported_program_is_the_forward_pass(run, folder, tmp_path):
@@ -154,6 +173,12 @@ def test_the_likeliest_text_is_that_of_transformers(folder):
     assert result.stdout.rstrip("\n") == Bytes().decode(wanted).rstrip("\n") and result.exit_code == 0
 
 
+def test_a_text_that_has_to_end_with_the_places_of_the_model_says_so(folder):
+    result = mycel("generate", folder, "--prompt", "ab", "--tokens", 100, "--temperature", 0)
+    assert result.stderr.splitlines()[1:] == ["62 tokens at most: the model has 64 places, the prompt takes 2"]
+    assert mycel("generate", folder, "--prompt", "ab", "--tokens", 62).stderr == f"{folder}\n"
+
+
 def test_a_file_of_prompts(folder, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "def ", "id": 1}\n\n{"prompt": "if"}\n')
@@ -211,6 +236,9 @@ def test_messages(run, folder, tmp_path):
         ("generate", folder, "--prompt", "a", "--top-p", 0),
         ("generate", folder, "--prompt", "a" * 99),
         ("generate", folder, "--file", tmp_path / "no.jsonl"),
+        ("generate", folder, "--prompt", "a", "--out", tmp_path / "a.jsonl"),
+        ("generate", folder, "--file", tmp_path / "text.txt", "--out", tmp_path / "no" / "a.jsonl"),
+        ("generate", folder, "--file", tmp_path / "text.txt", "--out", tmp_path),
         ("export", folder),
         ("export", run, "--to", "gguf"),
     ]

@@ -41,6 +41,18 @@ def with_draws(inputs, params):
     return [*inputs, counted(q, k, torch.tensor(7), 3)] if "dropout" in params else inputs
 
 
+def with_documents(inputs, params, padding=True):
+    """Operands of attention, and documents of rows and columns; with padding, as a second number, some rows see
+    nothing."""
+    inputs, count = with_draws(inputs, params), min(x.shape[2] for x in inputs[:2])
+    ids = [(torch.arange(x.shape[2]) * 3 // count).clamp(max=2).expand(x.shape[0], -1) for x in inputs[:2]]
+    kept = (torch.arange(inputs[1].shape[2]) % 5 != 0).long().expand_as(ids[1])
+    rows, columns = ids[0].unsqueeze(2), ids[1].unsqueeze(2)
+    if padding:
+        rows, columns = torch.cat([rows, rows * 0 + 1], 2), torch.cat([columns, kept.unsqueeze(2)], 2)
+    return [*inputs, *([None] if len(inputs) == 4 else []), rows, columns]
+
+
 def with_results(inputs, params, seed=1):
     """The operands of the gradient: a cotangent, those of attention, its results."""
     y, lse = attention.kernel(*inputs, **params)
@@ -118,6 +130,19 @@ def test_in_parts_it_equals_the_whole(case, mesh, label):
         holds(attention_grad, with_results(inputs, params), params, labels_on(mesh, label), mesh)
 
 
+BY_AXIS = [(ROWS, 2), (ROWS, 3), (RING, 2), (RING, 3), (RING, 4), (Label("b"), 2), (Label("g"), 2)]
+
+
+@pytest.mark.parametrize("label, count", BY_AXIS, ids=lambda x: x.letter if isinstance(x, Label) else str(x))
+@pytest.mark.parametrize("case", [c for c, (_, mask, _) in CASES.items() if mask is None or mask[0] == "bool"])
+def test_documents_in_parts_equal_the_whole(case, label, count):
+    """Documents go with rows and columns, however these are split, beside any structure."""
+    sizes, mask, params = CASES[case]
+    inputs = with_documents(operands(*sizes, mask=mask), params)
+    for op, xs in ((attention, inputs), (attention_grad, with_results(inputs, params))):
+        holds(op, xs, params, {"cp": label}, Mesh(cp=count))
+
+
 @pytest.mark.parametrize("label", [ROWS, RING], ids=["rows", "ring"])
 @pytest.mark.parametrize("seed", range(40))
 def test_sizes_that_do_not_divide(seed, label):
@@ -138,7 +163,9 @@ def test_sizes_that_do_not_divide(seed, label):
     structure = {"causal": True} if rng.random() < 0.6 else {"window": (rng.randint(0, rows), rng.randint(0, 4))}
     params = structure if mask is None and rng.random() < 0.8 else {}
     params |= {"dropout": 0.3} if seed % 4 == 0 else {}
-    inputs = with_draws(operands(rows, columns, groups=rng.choice([1, 2, 4]), mask=mask, seed=seed), params)
+    inputs = operands(rows, columns, groups=rng.choice([1, 2, 4]), mask=mask, seed=seed)
+    packed = seed % 3 == 0 and (mask is None or mask[0] == "bool")
+    inputs = with_documents(inputs, params, padding=False) if packed else with_draws(inputs, params)
     holds(attention, inputs, params, labels_on(mesh, label), mesh, seed)
     holds(attention_grad, with_results(inputs, params), params, labels_on(mesh, label), mesh, seed)
 

@@ -126,13 +126,6 @@ def list_in_a_loop(x):
     return seen
 
 
-def list_in_one_branch(x):
-    seen = []
-    if x.sum() > 0:
-        seen.append(x)
-    return seen
-
-
 def many_elements(x):
     if x > 0:
         return x
@@ -143,10 +136,6 @@ def asks_for_a_number(x):
     while x.sum() < 10:
         x = x + x.detach().numpy().max()
     return x
-
-
-def condition_in_a_comprehension(x):
-    return [v for v in x if v > 0]
 
 
 def generator(x):
@@ -194,11 +183,8 @@ REFUSED = {
     returns_or_not: r"f64\[3\] in one branch and None in the other",
     defined_in_one_branch: "y is used here, but it is not defined on every way",
     list_in_a_loop: "seen has another number of items after each turn",
-    list_in_one_branch: "seen has other items after one branch",
     many_elements: "a tensor with 3 elements",
     asks_for_a_number: "a NumPy array was asked of a traced tensor",
-    # from Python 3.12 on it has no frame of its own
-    condition_in_a_comprehension: "comprehensions are not captured|a Python decision",
     uses_a_generator: "the control flow of generator is not captured, because it is a generator",
     looks_at_its_frame: r"because it calls locals\(\)",
     float_range: "range",

@@ -533,6 +533,43 @@ def test_products_in_eight_bits(rows, left):
 
 
 @pytest.mark.skipif(not HAS_FP8, reason="no products in 8 bits")
+@pytest.mark.parametrize("form", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("shape", [(2, 2048, 1024), (1000, 70), (3, 5)], ids=str)
+def test_columns_in_eight_bits(shape, form):
+    """To the bit as the CPU converts them: of all magnitudes, one of zeros, and one that is not finite."""
+    torch.manual_seed(0)
+    x = torch.randn(shape) * 2.0 ** torch.randint(-30, 30, (shape[-1],))
+    x[..., 1], x[0, ..., 2] = 0, float("inf")
+    for dtype in (torch.bfloat16, torch.float32):
+        (want, scales), (got, ours) = (OPS["fp8_columns"].kernel(v.to(dtype), form=form) for v in (x, x.cuda()))
+        assert torch.equal(ours.cpu(), scales)
+        good = [i for i in range(shape[-1]) if i != 2]
+        assert torch.equal(got.cpu().view(torch.uint8)[good], want.view(torch.uint8)[good])
+        assert (got.float()[2] * ours[2]).isnan().any()
+
+
+@pytest.mark.skipif(not HAS_FP8, reason="no products in 8 bits")
+@pytest.mark.parametrize("shape", [(2, 1024, 1024), (1000, 70), (3, 5)], ids=str)
+def test_gates_in_eight_bits(shape):
+    """What the kernels give, multiplied by its scales, is the gate and its gradients up to the rounding to 8 bits."""
+    torch.manual_seed(0)
+    g, a, b = (torch.randn(shape).bfloat16() for _ in range(3))
+    g *= 2.0 ** torch.randint(-20, 20, (*shape[:-1], 1))
+    forms = {"form": torch.float8_e5m2, "kept": torch.float8_e4m3fn}
+    cases = [("gated_fp8", (a, b), {"form": torch.float8_e4m3fn}), ("gated_fp8_grad", (g, a, b), forms)]
+    for name, operands, params in cases:
+        got = OPS[name].kernel(*(x.cuda() for x in operands), **params)
+        want = OPS[name].kernel(*(x.float() for x in operands), **params)
+        assert len(got) == len(want)
+        for i in range(0, len(want), 2):
+            ours, theirs = (x[i].double().cpu() * x[i + 1].double().cpu() for x in (got, want))
+            step = 2.0 ** (-3 if want[i].dtype == torch.float8_e4m3fn else -2)  # between neighbours, of the larger
+            assert ours.shape == theirs.shape
+            assert ((ours - theirs).abs() <= step * theirs.abs() + 2.0**-9 * theirs.abs().amax(-1, keepdim=True)).all()
+            assert (ours == theirs).double().mean() > 0.99
+
+
+@pytest.mark.skipif(not HAS_FP8, reason="no products in 8 bits")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_step_in_eight_bits(compiled):
     """Falls as the emulation does, and multiplies in 8 bits.  Over four steps: what one rounding to 8 bits changes has

@@ -62,7 +62,7 @@ def test_parts_are_those_of_the_whole(kind):
         mesh = Mesh(axes)
         for rank in range(mesh.world):
             cuts = Cuts(meta, Plan.read(plan, mesh), mesh, rank)
-            made = cuts.made(lambda: fresh(kind, "cpu"))
+            made = cuts.built(lambda: fresh(kind, "cpu"))
             for name, x in itertools.chain(
                 whole.named_parameters(remove_duplicate=False), whole.named_buffers(remove_duplicate=False)
             ):
@@ -101,7 +101,7 @@ def test_a_constructor_that_reads_what_it_made_is_told_and_right():
     mesh = Mesh(dp=2)
     for rank in range(2):
         cuts = Cuts(outline(Reads), Plan.read("zero3", mesh), mesh, rank)
-        made, whole = cuts.made(make), make()
+        made, whole = cuts.built(make), make()
         assert "reads a parameter that it has made before" in cuts.notes[0]
         assert torch.equal(made.b.weight, 2 * made.a.weight) and torch.equal(
             made.a.weight, part_of(whole.a.weight, cuts.layouts["a.weight"], mesh, rank)
@@ -120,7 +120,7 @@ def test_no_more_is_held_than_parts_and_the_largest_tensors():
         plan = Plan.read("zero3" if stages == 1 else {"mesh": {"dp": 4}}, mesh)
         cuts = Cuts(outline(lambda n=layers: made_of(n)), plan, mesh, 1, foreign)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
-            held = cuts.made(lambda n=layers: made_of(n))
+            held = cuts.built(lambda n=layers: made_of(n))
         events = sorted(
             (e.start_ns(), e.nbytes()) for e in seen.profiler.kineto_results.events() if e.name() == "[memory]"
         )

@@ -443,6 +443,12 @@ REFUSED = {
     "damaged zstandard": ({"a.txt.zst": b"x" * 40}, None, {}, r"damaged or cut short.*\n  at .*\n  try       zstd -t"),
     "parquet in gzip": ({"a.parquet.gz": b"x"}, None, {}, r"its own compression.*\n  at .*\n  try       gunzip"),
     "xz": ({"a.txt.xz": b"x"}, None, {}, r"\.xz files are not read\n.*\n  try       unxz"),
+    "images": (
+        {"d/cat/1.png": b"\x89PNG"},
+        ["d"],
+        {},
+        r"\.png files are not read\n.*1.png\n  try       train.task=classify",
+    ),
     "several datasets": (
         {"d/dataset_dict.json": '{"splits": ["train", "test"]}', "d/train/a.arrow": b"x"},
         ["d"],

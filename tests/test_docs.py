@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import runpy
 import shlex
@@ -13,6 +14,7 @@ import pytest
 import typer
 import yaml
 
+import mycel
 from mycel.cli import app
 from mycel.plan import Plan
 from mycel.train.config import Config
@@ -98,3 +100,19 @@ def test_every_page_is_in_the_sites_index():
     for page in [*DOCS.rglob("*.md"), ROOT / "README.md"]:
         for link in re.findall(r"\]\(([^)#:]+)(?:#[\w-]*)?\)", page.read_text()):
             assert (page.parent / link).is_file(), f"{page.name}: {link}"
+
+
+def test_every_public_function_is_in_the_reference():
+    listed = set(re.findall(r"^::: (\S+)", (ROOT / "docs" / "reference.md").read_text(), re.M))
+    public = {f"{home}.{name}" for name, home in mycel.HOME.items() if name.islower()} | {"mycel.comm", "mycel.errors"}
+    assert public <= listed, public - listed
+    for name in listed:
+        module, _, attribute = name.rpartition(".")
+        assert name in ("mycel.comm", "mycel.errors") or hasattr(importlib.import_module(module), attribute), name
+
+
+def test_the_search_of_the_site_fetches_nothing():
+    """The theme's offline plugin takes a script from the network unless one of this name is given."""
+    scripts = yaml.load((ROOT / "mkdocs.yml").read_text(), yaml.BaseLoader)["extra"]["polyfills"]
+    assert [Path(script).name for script in scripts] == ["iframe-worker.js"]
+    assert all((DOCS / script).is_file() for script in scripts)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,8 @@ from transformers.models.switch_transformers import modeling_switch_transformers
 import mycel
 from mycel import Mesh, Plan
 from mycel.errors import CaptureError, PlanError, RunError
-from mycel.expert_placement import balanced, by_rank, expert_layers
+from mycel.expert_placement import balanced, by_rank
+from mycel.expert_rows import expert_layers
 from mycel.ir import type_of, walk
 from mycel.launch import launch
 from mycel.parts import ShardedModel
@@ -279,6 +281,18 @@ def test_the_load_of_experts_by_layer():
         step.expert_load(**text())
 
 
+@pytest.mark.parametrize("how", ["added", "in_place", "mixtral", "first", "columns", "repeated"])
+def test_the_load_of_loops_over_experts(how):
+    """A layer that is one operator only once it is captured has a load as well."""
+    model, x = Loop(how), torch.randn(16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    chosen = torch.topk(model.router(x), 2).indices[:, : 1 if how == "first" else 2]
+    expected = chosen.reshape(-1).bincount(minlength=3)
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False, expert_load=True)
+    assert torch.equal(step.expert_load(x=x)["experts"], expected)
+    step(x=x)
+    assert torch.equal(step.expert_load()["experts"], expected.float())
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_steps_measure_the_load_of_experts(accumulate):
     """A moving average of what single batches give, as far as parts of them give the same."""
@@ -329,28 +343,100 @@ def test_experts_are_balanced_over_ranks():
     assert balanced([1, 1, 1, 1], [2, 2]) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize("name", ["olmoe", "gpt_oss"])
+def test_groups_of_experts_stay_together():
+    """Whole groups go to ranks that have several, experts of one to ranks that share it."""
+    g = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        group, groups, ranks = (2 ** int(torch.randint(1, 4, (), generator=g)) for _ in range(3))
+        load = (torch.rand(group * groups, generator=g) ** 4 * 100).tolist()
+        sizes = [len(load) // ranks] * ranks if len(load) >= ranks else [1] * len(load)
+        order = balanced(load, sizes, group)
+        assert sorted(order) == list(range(len(load)))
+        assert all(len({k // group for k in order[i : i + group]}) == 1 for i in range(0, len(order), group))
+        assert max(by_rank([load[i] for i in order], sizes)) <= max(by_rank(load, sizes))
+    assert balanced([9, 0, 8, 0, 1, 0, 1, 0], [4, 4], 2) == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert balanced([9, 8, 1, 0, 7, 6, 0, 1], [2, 2, 2, 2], 4) == [0, 3, 1, 2, 4, 6, 5, 7]
+    assert balanced([9, 8, 1, 0, 7, 6], [4, 2], 3) == [0, 1, 2, 3, 4, 5]  # a rank has parts of two
+
+
+PLACED: dict[str, tuple[dict[str, Any], int]] = {
+    "olmoe": ({}, 1),
+    "gpt_oss": ({}, 1),
+    "llama4": ({}, 1),
+    "deepseek_v2": ({"topk_method": "group_limited_greedy", "first_k_dense_replace": 0}, 2),
+    "deepseek_v3": ({"first_k_dense_replace": 0}, 2),
+}
+
+
+def after_moving(name, order):
+    """Losses of three steps, and of three between which experts changed places."""
+    more, group = PLACED[name]
+    models = [quiet(family(name, **more).double()) for _ in range(2)]
+    steps = [mycel.train_step(m, torch.optim.AdamW(m.parameters(), lr=1e-2), compile=False) for m in models]
+    losses = [[float(step(**text()))] for step in steps]
+    for layer in expert_layers(steps[0]._captured_program):
+        assert not layer.fixed and layer.group == group
+        steps[0].state.reorder({name: (dim, order) for name, dim in layer.tensors.items()})
+    moved, stayed = (next(p for n, p in m.named_parameters() if n.endswith("experts.down_proj")) for m in models)
+    assert torch.equal(moved[1], stayed[order[1]]) and not torch.equal(moved[1], stayed[1])
+    for _ in range(2):
+        for step, own in zip(steps, losses, strict=True):
+            own.append(float(step(**text())))
+    return losses
+
+
+@pytest.mark.parametrize("name", PLACED)
 def test_experts_change_places_and_nothing_else_changes(name):
     """With the rows of their routers, biases and optimiser state: losses go on as if they had not."""
-    models = [quiet(family(name).double()) for _ in range(2)]
-    steps = [mycel.train_step(m, torch.optim.AdamW(m.parameters(), lr=1e-2), compile=False) for m in models]
-    for i in range(3):
-        if i == 1:
-            for layer in expert_layers(steps[0]._captured_program):
-                assert not layer.fixed
-                steps[0].state.reorder({name: (dim, (2, 0, 3, 1)) for name, dim in layer.tensors.items()})
-            moved, stayed = (m.model.layers[0].mlp.experts.down_proj for m in models)
-            assert torch.equal(moved[1], stayed[0]) and not torch.equal(moved[1], stayed[1])
-        assert float(steps[0](**text())) == pytest.approx(float(steps[1](**text())), rel=1e-6)
+    moved, stayed = after_moving(name, (2, 0, 3, 1) if PLACED[name][1] == 1 else (3, 2, 0, 1))
+    assert moved == pytest.approx(stayed, rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    "name, why", [("deepseek_v3", "takes them in groups"), ("llama4", "scatter mixes them")], ids=str
-)
-def test_experts_that_are_not_treated_alike_stay(name, why):
-    model = family(name)
+@pytest.mark.parametrize("name", [name for name, (_, group) in PLACED.items() if group > 1])
+def test_experts_in_other_groups_would_be_others(name):
+    moved, stayed = after_moving(name, (2, 0, 3, 1))
+    assert moved != pytest.approx(stayed, rel=1e-6)
+
+
+class Grouped(nn.Module):
+    """Experts chosen in 2 groups of 3, by what `best` makes of the scores of a group."""
+
+    def __init__(self, best):
+        super().__init__()
+        self.best, self.router, self.weigh = best, nn.Linear(4, 6), nn.Parameter(torch.rand(3))
+        self.layer, self.of_group = Layer(6), nn.Parameter(torch.rand(2))
+
+    def forward(self, x):
+        scores = self.router(x).softmax(-1)
+        best = self.best(self, scores.view(-1, 2, 3))
+        mask = torch.zeros_like(best).scatter(1, best.topk(1)[1], 1.0)
+        allowed = scores.masked_fill(mask.unsqueeze(-1).expand(-1, 2, 3).reshape(scores.shape) == 0, 0.0)
+        weights, ids = allowed.topk(2)
+        return self.layer(x, ids, weights)
+
+
+BEST = {
+    "sums": (lambda self, x: x.sum(-1), ""),
+    "a function of each": (lambda self, x: x.exp().mul(2).amax(2), ""),
+    "weighed by place": (lambda self, x: (x * self.weigh).sum(-1), "in groups"),
+    "products": (lambda self, x: x @ self.weigh, "in groups"),
+    "the first of each": (lambda self, x: x[:, :, 0], "in groups"),
+    "a weight of each group": (lambda self, x: x.sum(-1) + self.of_group, "a row for each of 2"),
+    "the best one's place": (lambda self, x: x.sum(-1) + x.argmax(-1), "in groups"),
+}
+
+
+@pytest.mark.parametrize("how", BEST)
+def test_groups_are_those_whose_order_does_not_matter(how):
+    best, why = BEST[how]
+    (layer,) = expert_layers(mycel.capture(Grouped(best).double(), torch.randn(5, 4).double()))
+    assert (why in layer.fixed and layer.group == 1) if why else (not layer.fixed and layer.group == 3)
+
+
+def test_experts_that_are_not_treated_alike_stay():
+    model = family("phimoe")
     program = mycel.capture(lambda ids: model(input_ids=ids, use_cache=False).logits, text()["input_ids"])
-    assert all(why in layer.fixed for layer in expert_layers(program))
+    assert all("exponential makes a row for each" in layer.fixed for layer in expert_layers(program))
 
 
 def test_experts_that_the_batch_chooses_stay():

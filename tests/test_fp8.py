@@ -18,7 +18,7 @@ from models import gpt2, llama
 from torch import nn
 
 import mycel
-from mycel import plan, transform
+from mycel import lower, plan, transform
 from mycel.errors import PlanError, TrainError
 from mycel.ir import OPS, Mesh, Program, check, walk
 from mycel.ops.fp8 import E4M3, E5M2
@@ -169,7 +169,7 @@ def test_what_is_in_eight_bits_is_said():
     said = [line for line in step.explain().splitlines() if not line.startswith("predicted")][:4]
     golden("fp8_explain", "\n".join(said))
     used = [e.op.name for _, e in walk(step.program) if e.op.name.startswith("fp8")]
-    assert sorted(used) == 2 * ["fp8_linear"] + 2 * ["fp8_linear_weight"] + 2 * ["fp8_matmul"]
+    assert sorted(used) == 6 * ["fp8_columns"] + 6 * ["fp8_product"] + 6 * ["fp8_rows"]
 
 
 def curve(make, precision, steps=30, **more):
@@ -229,7 +229,10 @@ def test_ranks(names, sizes):
     values = start_values(one)
     serial = interpret(one.made.program, values)[0]
     parts = [spread_out(x, layout, mesh) for x, layout in zip(values, found.inputs, strict=True)]
-    assert all(torch.allclose(loss, serial, rtol=4e-3) for loss in simulate(check(found.local), mesh, parts)[0])
+    run = lower.local_of(one.made.program, found)
+    assert {"fp8_rows", "fp8_columns", "fp8_product"} <= {e.op.name for _, e in walk(run)}
+    for local in (check(found.local), run):
+        assert all(torch.allclose(loss, serial, rtol=4e-3) for loss in simulate(local, mesh, parts)[0])
 
 
 # -- which layers
@@ -259,6 +262,73 @@ def test_the_pass():
     chosen = fp8_products(program, plan.CPU, False)
     narrow = check(transform.fp8(program, chosen.narrow))
     golden("fp8", f"{chosen}\n\n{narrow}")
+
+
+SHARED = """\
+def main(x: bf16[32,64], g: bf16[32,48], q: bf16[48,64], k: bf16[48,64]):
+  a: bf16[32,48] = fp8_linear(x, q)
+  b: bf16[32,48] = fp8_linear(x, k)
+  c: bf16[32,64] = fp8_matmul(g, q, left=f8e5m2)
+  d: bf16[48,64] = fp8_linear_weight(g, x, left=f8e5m2)
+  e: bf16[64,48] = fp8_linear_weight(g, x, left=f8e5m2, turned=True)
+  return a, b, c, d, e
+"""
+
+
+def test_an_operand_is_converted_once():
+    """By rows and by columns, whoever multiplies it; and the products are the same to the bit."""
+    program = check(Program.parse(SHARED))
+    opened = check(transform.once(program))
+    golden("fp8_once", str(opened))
+    values = [torch.randn(v.shape).bfloat16() for v in program.inputs]
+    pairs = zip(interpret(program, values), interpret(opened, values), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert transform.once(opened) is opened
+
+
+GATES = """\
+def main(g: bf16[32,48], a: bf16[32,48], b: bf16[32,48]):
+  s: bf16[32,48] = silu(a)
+  v: bf16[32,48] = mul(s, b)
+  x: f8e4m3[32,48], x_scale: f32[32,1] = fp8_rows(v, form=f8e4m3)
+  y: bf16[32,32] = fp8_product(x, x_scale, x, x_scale, dtype=bf16)
+  t: bf16[32,48] = silu(b)
+  w: bf16[32,48] = mul(t, a)
+  p: f8e4m3[48,32], p_scale: f32[48,1] = fp8_columns(w, form=f8e4m3)
+  d: bf16[32,48] = mul(g, a)
+  e: bf16[32,48] = mul(t, g)
+  q: f8e5m2[32,48], q_scale: f32[32,1] = fp8_rows(e, form=f8e5m2)
+  r: f8e5m2[48,32], r_scale: f32[48,1] = fp8_columns(e, form=f8e5m2)
+  f: bf16[32,48] = silu_grad(d, b)
+  i: f8e5m2[32,48], i_scale: f32[32,1] = fp8_rows(f, form=f8e5m2)
+  j: f8e5m2[48,32], j_scale: f32[48,1] = fp8_columns(f, form=f8e5m2)
+  return y, p, p_scale, q, q_scale, r, r_scale, i, i_scale, j, j_scale
+"""
+
+
+def test_gates_are_converted_as_they_are_computed():
+    """A gate, and the gradients of another one; the same to the bit where the operators are what they stand for."""
+    program = check(Program.parse(GATES))
+    fused = check(transform.fp8_gates(program))
+    golden("fp8_gates", str(fused))
+    values = [torch.randn(v.shape).bfloat16() for v in program.inputs]
+    pairs = zip(interpret(program, values), interpret(fused, values), strict=True)
+    assert all(torch.equal(a.float(), b.float()) for a, b in pairs)
+
+
+@pytest.mark.parametrize(
+    "line, other",
+    [
+        ("r: f8e5m2[48,32], r_scale: f32[48,1] = fp8_columns(e, form=f8e5m2)",
+         "r: f8e4m3[48,32], r_scale: f32[48,1] = fp8_columns(e, form=f8e4m3)"),
+        ("fp8_rows(f, form=f8e5m2)", "fp8_rows(g, form=f8e5m2)"),
+        ("d: bf16[32,48] = mul(g, a)", "d: bf16[32,48] = mul(g, b)"),
+    ],
+    ids=["another form", "not converted", "another factor"],
+)  # fmt: skip
+def test_what_is_no_gradient_of_a_gate_stays(line, other):
+    fused = check(transform.fp8_gates(check(Program.parse(GATES.replace(line, other)))))
+    assert line in GATES and [e.op.name for _, e in walk(fused) if "gated" in e.op.name] == ["gated_fp8"]
 
 
 def products(model, batch, hardware, **more):
@@ -298,6 +368,28 @@ def test_layers_stay_wide_for_a_reason():
     assert found.layers == (1, 5)
     slow = products(model, batch, KNOWN["A100"], compile=True)  # without a rate for 8 bits: emulated, at any price
     assert "too small to pay" not in slow.wide
+
+
+class Beside(nn.Module):
+    """A layer that pays where another one has converted what it reads."""
+
+    def __init__(self, others):
+        super().__init__()
+        self.embedding = nn.Embedding(64, 3072)
+        self.layers = nn.ModuleList(nn.Linear(3072, n, bias=False) for n in (512, *[3072] * others))
+        self.head = nn.Linear(512 + 3072 * others, 16, bias=False)
+
+    def forward(self, ids):
+        x = self.embedding(ids)
+        return self.head(torch.cat([layer(x) for layer in self.layers], -1)).float().square().mean()
+
+
+@pytest.mark.parametrize("others, reasons", [(0, ["too small to pay", "last"]), (1, ["last"])])
+def test_what_is_converted_already_is_free(others, reasons):
+    with torch.device("meta"):
+        model, batch = Beside(others), {"ids": torch.zeros(4, 4096, dtype=torch.int64)}
+    found = products(model, batch, KNOWN["H200"], compile=True)
+    assert list(found.wide) == reasons
 
 
 def test_nothing_is_in_eight_bits():

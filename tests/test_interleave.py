@@ -3,20 +3,27 @@ are under way while the other computes, and the clock sees it."""
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from distributing import OneDevice, compared, start_values
 from experts import Mixed
 from golden import golden
-from pipelining import Tied
+from pipelining import Tied, local_program, pipeline_equals
 from test_stage_offload import simulated
+from test_stages import INNER, tied
 
 from mycel.errors import PlanError
-from mycel.ir import Mesh, Program
+from mycel.ir import Mesh, Program, call
 from mycel.lower.interleave import interleave
 from mycel.lower.lowered import Lowered
+from mycel.lower.stage_sums import plain_sums
+from mycel.ops import o
 from mycel.parts import ShardedModel
 from mycel.plan import CPU, Plan
+from mycel.plan.schedule import named, splits
+from mycel.plan.stages import StepFlow
 from mycel.planning import Task, planned
 
 TENSOR = {"*.up.weight": ["tp", "-"], "*.up.bias": ["tp"], "*.down.weight": ["-", "tp"]}
@@ -60,6 +67,9 @@ def test_two_at_once_are_one_after_the_other(name, one):
 STAGED = {
     "tp": {**PLANS["tp"], "schedule": "1f1b"},
     "dp zero1": {**PLANS["dp"], "zero": "1 over dp", "schedule": "1f1b"},
+    "tp zbh1": {**PLANS["tp"], "schedule": "zbh1"},
+    "sequence zbh1": {**PLANS["sequence"], "schedule": "zbh1"},
+    "zero3 searched": {**PLANS["zero3"], "schedule": "searched"},
 }
 
 
@@ -82,18 +92,49 @@ def test_pairs_go_through_stages(name, one):
         outs.append(simulated(one, task, plan, done))
         owners.append(done.pipeline.owners)
     assert owners[0] == owners[1]  # both microbatches are on the same side of each cut
+    programs = done.pipeline.programs
+    called = {str(e.params["block"]) for p in programs for e in p.main.eqns if e.op is call}
+    assert any(block.startswith("weight") for block in called) == splits(plan.schedule)
+    for program in programs:
+        for block in (b for at, b in program.blocks.items() if at != program.entry):
+            begun = {v for e in block.eqns if e.op is o.begin for v in e.outputs}
+            assert begun == {e.inputs[0] for e in block.eqns if e.op is o.finish}, "a message ends where it begins"
     for plain, woven in zip(*outs, strict=True):
         for x, y in zip(plain, woven, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
 
 
-def test_a_step_of_two_waits_less_than_two_steps():
-    """Of a stage with tensor parallelism, by the clock."""
+WEAVES = ["zbh1", "zbv", "dualpipev", "1f1b", "interleaved", "gpipe"]
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_pairs_are_serial(inner):
+    """Under every schedule, weights in steps of their own or not, wherever the step is cut."""
+    for layers, dropout in ((1, 0.2), (2, 0.0)):
+        one = tied(4, layers, dropout)
+        local, spread = local_program(one, INNER[inner])
+        woven = plain_sums(interleave(local, one.made.body, staged=True), one.made.body)
+        flow, plain = StepFlow(woven, one.made.body), StepFlow(local, one.made.body)
+        single = {plain.block.eqns[i].outputs[0].name for i in plain.units}
+        names = [name for i in flow.units[1:] if (name := flow.block.eqns[i].outputs[0].name) in single]
+        for case, schedule_name in enumerate(WEAVES):
+            rng = random.Random(f"{inner} {layers} {case}")
+            schedule = named(schedule_name, rng.randint(2, 3), flow.body.length)
+            starts = sorted(rng.sample(range(len(names)), schedule.stages - 1))
+            known = woven, spread
+            pipeline_equals(one, schedule, [names[i] for i in starts], INNER[inner], rng.randrange(99), known=known)
+
+
+@pytest.mark.parametrize("name", ["tp", "tp zbh1"])
+def test_a_step_of_two_waits_less_than_two_steps(name):
+    """Of a stage with tensor parallelism, by the clock; steps of weights send nothing, and take as long."""
     large = step_of(width=256, rows=64)
-    alone, both = (in_stages(large, "tp", k)[2].predicted for k in (1, 2))
+    alone, both = (in_stages(large, name, k)[2].predicted for k in (1, 2))
     for kind in ("forward", "backward"):
         single, pair = (sum(getattr(p.steps, kind)) for p in (alone, both))
         assert pair < 0.95 * 2 * single
+    assert sum(both.steps.weight) == pytest.approx(2 * sum(alone.steps.weight), rel=0.05)
+    assert (sum(both.steps.weight) > 0) == (name == "tp zbh1")
     assert both.parts["network"][1] < 0.7 * alone.parts["network"][1]
 
 
@@ -160,7 +201,5 @@ def test_refusals():
         Plan.read({**plan, "microbatches": 3})
     with pytest.raises(PlanError, match="at_once: 3\n  try       1, or 2 microbatches"):
         Plan.read({**plan, "at_once": 3})
-    with pytest.raises(PlanError, match="at_once: 2: schedule zbv has weights in steps of their own"):
-        Plan.read({**plan, "microbatches": 4, "stages": 4, "schedule": "zbv"})
     with pytest.raises(PlanError, match="at_once: 2: not beside offload yet"):
         Plan.read({**plan, "microbatches": 4, "offload": "auto"})

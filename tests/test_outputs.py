@@ -20,7 +20,8 @@ from mycel.plan import Plan
 
 
 def measured(out: torch.Tensor, y: torch.Tensor):
-    """Outputs of every kind: rows, a mean over a count, a mean over rows, a sum, a number of hits, a constant."""
+    """Outputs of every kind: rows, a mean over a count, a mean over rows, a sum, a number of hits, a plain number, a
+    constant."""
     loud = y != -100
     hits = (out.argmax(-1) == y) & loud
     loss = cross_entropy(out, y)
@@ -32,6 +33,7 @@ def measured(out: torch.Tensor, y: torch.Tensor):
         "hits": hits.sum(),
         "by_class": F.one_hot(out.argmax(-1), 5).sum(0),
         "rows": (out, out.argmax(-1)),
+        "count": len(y),
         "name": "measured",
     }
 
@@ -121,9 +123,10 @@ def test_outputs_of_ranks_are_whole(written, accumulate):
 def test_messages():
     model = mlp()
 
-    def refused(loss, **settings):
+    def refused(loss, batch=None, named=(), **settings):
         with pytest.raises(TrainError) as e:
-            mycel.train_step(model, torch.optim.SGD(model.parameters()), loss, compile=False, **settings)(*rows(0))
+            step = mycel.train_step(model, torch.optim.SGD(model.parameters()), loss, compile=False, **settings)
+            step(*(batch or rows(0)), **dict(named))
         return str(e.value)
 
     texts = [
@@ -131,5 +134,7 @@ def test_messages():
         refused(lambda out, y: (cross_entropy(out, y), out.T), outputs=True, accumulate=2),
         refused(lambda out, y: (cross_entropy(out, y), (out > 0).any()), outputs=True, accumulate=2),
         refused(lambda out, y: (out, cross_entropy(out, y)), outputs=True),
+        refused(None, rows(0)[:1]),
+        refused(measured, named={"outputs": True}),
     ]
     golden("refusal_outputs", "\n\n".join(texts))

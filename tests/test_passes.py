@@ -16,9 +16,26 @@ from mycel.ir import Mesh, Program, Type, check
 from mycel.ops import o
 from mycel.run import simulate
 from mycel.run.interpret import interpret
-from mycel.transform import SIMPLIFY, algebra, attend, causal, cse, dce, fold, fuse, in_pieces, inline, narrow, simplify
+from mycel.transform import (
+    SIMPLIFY,
+    algebra,
+    attend,
+    causal,
+    cse,
+    dce,
+    documents,
+    fold,
+    fuse,
+    in_pieces,
+    inline,
+    narrow,
+    recordable,
+    simplify,
+)
 
-PASSES = [algebra, attend, causal, cse, dce, fold, fuse, in_pieces, inline, narrow, simplify]
+PASSES = [
+    algebra, attend, causal, cse, dce, documents, fold, fuse, in_pieces, inline, narrow, recordable, simplify,
+]  # fmt: skip
 steady = settings(derandomize=True, deadline=None, max_examples=100, database=None)
 
 
@@ -124,6 +141,29 @@ def main(q: f32[2,4,2048,64], k: f32[2,4,2048,64], v: f32[2,4,2048,64]):
   z: f32[2,4,2048,64] = call(y, k, v, mask, block=@layer)
   return z
 """,
+    "documents": """
+def layer(q: f32[2,4,2048,64], k: f32[2,4,2048,64], v: f32[2,4,2048,64], mask: bool[2,1,2048,2048]):
+  y: f32[2,4,2048,64], lse: f32[2,4,2048] = attention(q, k, v, mask)           # model.py:12
+  return y
+def main(q: f32[2,4,2048,64], k: f32[2,4,2048,64], v: f32[2,4,2048,64], ids: i64[2,2048], kept: bool[2,2048]):
+  i: i64[2048,1] = iota(dim=0, dtype=i64, shape=(2048, 1))
+  j: i64[1,2048] = iota(dim=1, dtype=i64, shape=(1, 2048))
+  below: bool[2048,2048] = ge(i, j)
+  far: i64[2048,2048] = sub(i, j)
+  near: bool[2048,2048] = lt(far, 512)
+  row: i64[2,1,2048,1] = reshape(ids, shape=(2, 1, 2048, 1))
+  column: i64[2,1,1,2048] = reshape(ids, shape=(2, 1, 1, 2048))
+  same: bool[2,1,2048,2048] = eq(row, column)
+  mask: bool[2,1,2048,2048] = logical_and(same, below)
+  local: bool[2,1,2048,2048] = logical_and(mask, near)
+  y: f32[2,4,2048,64] = call(q, k, v, mask, block=@layer)                       # model.py:20
+  z: f32[2,4,2048,64] = call(y, k, v, local, block=@layer)                      # model.py:20
+  w: f32[2,4,2048,64] = call(z, k, v, mask, block=@layer)                       # model.py:20
+  there: bool[2,1,1,2048] = reshape(kept, shape=(2, 1, 1, 2048))
+  shown: bool[2,1,2048,2048] = logical_and(mask, there)
+  u: f32[2,4,2048,64], lse: f32[2,4,2048] = attention(w, k, v, shown)           # model.py:24
+  return u
+""",
     "cse": """
 def f(x: f32[2]):
   y: f32[2] = exp(x)
@@ -204,6 +244,13 @@ def main(q: f32[8,4,128,16], bias: f32[1,4,128,128], given: f32[8,1,1,128]):
   w: f32[8,4,128,16], lse: f32[8,4,128] = attention(z, z, z, own)              # model.py:7
   return w
 """,
+    "recordable": """
+    def main(x: f32[4,6], g: f32[4,6], m: f32[6]):
+      y: f32[4,6], mean: f32[6], var: f32[6] = batch_norm(x, None, None, eps=1e-05)
+      d: f32[4,6] = silu_grad(g, y)
+      n: f32[6] = add(m, mean)
+      return d, m=n
+    """,
     "in_pieces": """
 def norm(x: f32[4,3,2,2], w: f32[3], kept: f32[3]):
   y: f32[4,3,2,2], mean: f32[3], var: f32[3] = batch_norm(x, w, None, eps=1e-05)  # model.py:3

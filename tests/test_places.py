@@ -23,8 +23,9 @@ from mycel.ir import Mesh, Program
 from mycel.lower import Lowered
 from mycel.parts import ShardedModel
 from mycel.plan import CPU, KINDS, Plan
+from mycel.plan.list_schedules import of_places
 from mycel.plan.places import place_of, read_places
-from mycel.plan.schedule import StageCosts, StageStep, of_places, timeline
+from mycel.plan.schedule import StageCosts, StageStep, timeline
 from mycel.planning import Task, planned
 from mycel.run import moves, simulate, simulate_places
 from mycel.run.simulate import put_together, spread_out

@@ -50,6 +50,13 @@ def test_without_a_file_it_says_so(monkeypatch):
     assert ran.exit_code == 1 and "--out FILE" in ran.output
 
 
+@pytest.mark.parametrize("device", ["mars", "cuda:x", "cuda:99"])
+def test_a_device_that_is_not_there_is_refused(device, tmp_path):
+    done = CliRunner().invoke(app, ["probe", "--device", device, "--out", str(tmp_path / "probe.yaml")])
+    assert done.exit_code == 1 and f"device {device!r} " in done.output and "at        --device" in done.output
+    assert not (tmp_path / "probe.yaml").exists()
+
+
 def test_what_is_measured_is_what_messages_are_called():
     """A collective that is not measured by itself takes the numbers of its link."""
     assert set(measuring.COLLECTIVES) <= {name for name, op in OPS.items() if op.collective is not None}

@@ -217,6 +217,27 @@ def test_one_thread_at_a_time(calls, monkeypatch):
     assert not wrong and Rerun.count == 1
 
 
+def test_threads_that_begin_together_capture_once():
+    """Whoever comes second waits, and what runs beside a capture is not part of it."""
+    module, start, wrong = net().eval(), threading.Barrier(4), []
+    fast, other = mycel.jit(module), mycel.jit(lambda x: x.tanh() + 1)
+    other(torch.ones(3))
+
+    def work(i):
+        x = torch.full((2, 4), float(i))
+        start.wait()
+        for _ in range(20):
+            wrong.extend([i] * (not torch.equal(other(x[0, :3]), x[0, :3].tanh() + 1)))
+            wrong.extend([i] * (not torch.allclose(fast(x), module(x))))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and len(fast.entries) == len(other.entries) == 1
+
+
 def decides(x):
     return x * 2 if x.sum() > 0 else x - 1
 

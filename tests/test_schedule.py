@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 
 from mycel.errors import PlanError
+from mycel.plan.list_schedules import searched
 from mycel.plan.schedule import (
     NAMED,
     PipelineSchedule,
@@ -21,7 +22,6 @@ from mycel.plan.schedule import (
     named,
     orders_text,
     read_orders,
-    searched,
     stages_a_rank,
     timeline,
 )

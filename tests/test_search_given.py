@@ -16,6 +16,7 @@ from mycel.ir import call
 from mycel.plan.cluster import Cluster
 from mycel.plan.compression import CANDIDATES
 from mycel.search_given import Given
+from mycel.search_remarks import remarked
 from mycel.train.planner import search
 
 CRAWLING = {**SLOW, "levels": [SLOW["levels"][0], {"bytes_s": 1e6, "start_s": 1e-6, "name": "network"}]}
@@ -57,11 +58,11 @@ def test_codecs_are_picked_where_asked_for_and_quicker():
 
 def test_what_would_be_faster_is_remarked_on_not_done():
     found = of(Two(), batch(), CRAWLING, given={"mesh": {"dp": 4}})
-    answer = found.remarked(found.run())
+    answer = remarked(found, found.run())
     (text,) = answer.remarks
     assert "int8+ef" in text and "compress: auto" in text and text in search_text.table(answer)
     quick = of(Two(), batch(), TWO)
-    assert quick.remarked(quick.run()).remarks == ()
+    assert remarked(quick, quick.run()).remarks == ()
 
 
 @pytest.mark.parametrize(
@@ -166,10 +167,10 @@ def test_stages_that_do_not_divide():
 def test_one_host_is_remarked_on_where_others_only_make_it_wait():
     """What one host takes is what a search of its devices says; a mesh that is given has as many devices as it has."""
     found = of(Two(), batch(), CRAWLING)
-    answer = found.remarked(found.run())
+    answer = remarked(found, found.run())
     alone = of(Two(), batch(), {**CRAWLING, "hosts": 1, "levels": CRAWLING["levels"][:1]}).run().best
     assert alone.seconds < answer.best.seconds
     (text,) = [text for text in answer.remarks if "one host" in text]
     assert f"{alone.seconds * 1e3:,.1f} ms" in text and f"the {CRAWLING['devices']} devices" in text
     quick = of(Two(), batch(), {**CRAWLING, "levels": [{"bytes_s": 1e12, "start_s": 1e-9}] * 2})
-    assert not any("one host" in text for text in quick.remarked(quick.run()).remarks)
+    assert not any("one host" in text for text in remarked(quick, quick.run()).remarks)

@@ -118,13 +118,21 @@ def test_families(family):
     pipeline_equals(one, named(name, 2, 4), random.Random(family))
 
 
-@pytest.mark.parametrize("kind", ["dropout", "skipped", "batch norm", "bf16", "fp16", "grads", "sgd"])
+class Answering(Normed):
+    """Gives what it answers beside the loss."""
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": super().forward(x, labels), "answer": self.body(x), "first": self.body[0](x).sum()}
+
+
+@pytest.mark.parametrize("kind", ["dropout", "skipped", "batch norm", "outputs", "bf16", "fp16", "grads", "sgd"])
 def test_kinds_of_steps(kind):
     rng = random.Random(kind)
-    if kind == "batch norm":
+    if kind in ("batch norm", "outputs"):
         torch.manual_seed(0)
         batch = {"x": torch.randn(8, 4), "labels": torch.randint(0, 3, (8,))}
-        one = OneDevice.of(Normed(), batch, accumulate=2)
+        outputs = kind == "outputs"
+        one = OneDevice.of(Answering() if outputs else Normed(), batch, accumulate=2, outputs=outputs)
         starts = ["body.3"]
         local, _ = local_program(one, None)
         flow = StepFlow(local, one.made.body)

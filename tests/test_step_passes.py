@@ -163,6 +163,31 @@ def test_outline():
     assert whole == program and names == {"layer_forward_2", "layer_backward", "layer_backward_2"}
 
 
+CHOICE = """
+  y{i}: f32[{n}] = mul(a{i}, 2.0)
+  z{i}: f32[{n}] = where(ok, y{i}, a{i})
+  m{i}: i64[] = add(n{i}, 1)
+  w{i}: i64[] = where(ok, m{i}, n{i})"""
+
+
+@pytest.mark.parametrize(("joined", "sizes"), [(False, [48, 48, 48, 50]), (True, [48, 48, 98])])
+def test_long_stretches_are_outlined_in_parts(joined, sizes):
+    """Choices that share a condition alone are apart; tensors that are made of each other stay together."""
+    numbers = range(48)
+    inputs = ", ".join(f"a{i}: f32[2], n{i}: i64[]" for i in numbers)
+    body = "".join(CHOICE.format(i=i, n=2) for i in numbers)
+    if joined:
+        for i in numbers[1:]:
+            body = body.replace(f"mul(a{i}, 2.0)", f"mul(z{i - 1}, 2.0)").replace(f"add(n{i}, 1)", f"add(w{i - 1}, 1)")
+    results = ", ".join(f"z{i}, w{i}" for i in numbers)
+    head = f"def main(c: f32[], {inputs}):\n  b: f32[] = mul(c, 2.0)\n  ok: bool[] = lt(b, 1.0)"
+    program = check(Program.parse(f"{head}{body}\n  return {results}\n"))
+    cut, names = transform.outline(program, lambda block, run: True)
+    assert sorted(len(check(cut).blocks[name].eqns) for name in names) == sizes
+    args = [torch.ones(v.shape, dtype=v.dtype) for v in program.inputs]
+    close(interpret(program, args), interpret(cut, args), 0)
+
+
 PRICES = [0.0, 1e-12, 1e-10, 1e-8, 1.0]
 
 

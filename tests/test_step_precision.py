@@ -20,6 +20,7 @@ MODELS = {
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 STEPS = 30
+SEEDS = 4  # of fewer, chance decides: losses drift apart by what AdamW makes of the last digit
 
 
 def autocast_curve(model, batches, dtype):
@@ -46,7 +47,7 @@ def noise_of(name, precision, **settings):
     skipped."""
     make, batches = MODELS[name]
     found, noise = [], []
-    for seed in range(2):
+    for seed in range(SEEDS):
         torch.manual_seed(seed)
         models = [make()]
         models += [copy.deepcopy(models[0]) for _ in range(2)]
@@ -76,7 +77,7 @@ def noise_of(name, precision, **settings):
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_sixteen_bits_are_near_to_fp32_as_autocast_is(name, precision):
-    """Within one and a half times its noise (fp16, whose noise is tiny: twice), over three seeds."""
+    """Within one and a half times its noise (fp16, whose noise is tiny: twice), over a few seeds."""
     found, noise = noise_of(name, precision)
     assert found <= NEAR[precision] * noise
 

@@ -66,10 +66,13 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_task_is_learnt(files, disk, name):
+def test_a_task_is_learnt(files, disk, name, capsys):
     """From the loss of who knows nothing, log 2, to less, on examples that were kept back."""
     chosen = of_task(files, disk, *CASES[name]).model_copy(update={"export": name == "classify images"})
     assert train(chosen) == 0
+    told = capsys.readouterr().out
+    assert f" nats per {'example' if 'classify' in name else 'pair'}" in told and "nats per token" not in told
+    assert ("images/s" if "images" in name else "tok/s") in told
     losses = [r["validation"] for r in metrics.read(chosen.run) if r.get("validation") is not None]
     assert losses[-1] < 0.95 * math.log(2), losses
     if name != "dpo":

@@ -159,6 +159,12 @@ def test_builder_names_can_be_read(hint):
     assert Program.parse(str(program)) == program
 
 
+@pytest.mark.parametrize("name", ["0.weight", "0.1.bias", "layers.0.weight", "x_1"])
+def test_builder_keeps_names_that_can_be_read(name):
+    """Those of a Sequential begin with a number: a pass that writes a block anew keeps its inputs' names."""
+    assert Builder().input(name, Type(torch.float32, (2,))).name == name
+
+
 def test_long_lines_and_comments_read_back():
     many = ", ".join(f"input_number_{i}: f32[2]" for i in range(60))
     text = f"""# a comment

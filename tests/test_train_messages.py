@@ -64,6 +64,67 @@ def test_a_run_all_of_whose_steps_were_skipped_has_failed(disk, tmp_path):
     assert text.startswith("3 steps in a row were skipped: their gradients are not finite\n  at        step 1 to 3")
 
 
+def poison(patch, first: int, mend: bool) -> None:
+    """From a step on a weight is no number, while a step is taken or for good."""
+    from mycel.train import steps
+
+    def poisoned(self, batch, take=steps.Steps._step):
+        weight = next(self.parts.module.parameters())
+        was = weight.detach()[0, 0].clone()
+        with torch.no_grad():
+            if self.done + 1 >= first:
+                weight[0, 0] = torch.nan
+            out = take(self, batch)
+            if mend:
+                weight[0, 0] = was if self.done + 1 >= first else weight[0, 0]
+        return out
+
+    patch.setattr(steps.Steps, "_step", poisoned)
+
+
+@pytest.mark.parametrize("first, code", [(6, 1), (11, 0)])
+def test_a_run_whose_last_steps_were_skipped_says_so(disk, tmp_path, monkeypatch, capsys, first, code):
+    """Seven of them: it has failed; two are what happens in 16 bits."""
+    poison(monkeypatch, first, mend=True)
+    assert train(config(disk, tmp_path / "run", evaluate={"every": 0}, export=True)) == code
+    told = capsys.readouterr().out
+    end = told[told.rindex("\ndone") :]
+    title, row = end.strip().splitlines()[0], next(line for line in end.splitlines() if "skipped" in line)
+    golden(f"told_skipped_{13 - first}", f"{title}\n{' '.join(end[end.index(row) :].split('model')[0].split())}")
+    assert (tmp_path / "run" / "model" / "config.json").is_file()
+
+
+def test_weights_that_broke_on_the_way_are_not_exported(disk, tmp_path, monkeypatch):
+    poison(monkeypatch, 6, mend=False)
+    given = config(disk, tmp_path / "run", evaluate={"every": 0}, export=True)
+    golden("told_not_finite_at_the_end", refused(given, TrainError).replace(str(tmp_path), "FOLDER"))
+    assert not (tmp_path / "run" / "model").exists()
+
+
+def test_the_best_is_exported_where_the_last_weights_broke(disk, tmp_path, monkeypatch):
+    poison(monkeypatch, 8, mend=False)
+    checkpoint = {"every": 4, "best": True}
+    assert train(config(disk, tmp_path / "run", checkpoint=checkpoint, export=True)) == 1
+    model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    assert all(x.isfinite().all() for x in model.state_dict().values())
+
+
+def test_without_its_best_checkpoint_a_run_exports_the_last(disk, tmp_path, monkeypatch, capsys):
+    from mycel.errors import CheckpointError
+    from mycel.train import state
+
+    def broken(parts, path):
+        raise CheckpointError(f"a bit of it flipped\n  at        {path}\n  try       another")
+
+    monkeypatch.setattr(state, "take_weights", broken)
+    climbing = {"options": {"maximize": True}}
+    checkpoint = {"every": 4, "keep": 3}
+    assert train(config(disk, tmp_path / "run", optimizer=climbing, checkpoint=checkpoint, export=True)) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "a bit of it flipped" in told
+    assert "model, of the last step; step-00000004, the best by validation, cannot be read" in told
+
+
 @pytest.fixture(scope="module")
 def finished(disk, tmp_path_factory):
     path = tmp_path_factory.mktemp("finished") / "run"

@@ -25,7 +25,7 @@ from test_cutting import FAMILIES
 from training import LLAMA, config, measured, nothing_left, settings, tensors
 
 from mycel.errors import PlanError
-from mycel.run.checkpoint import latest, load
+from mycel.run.checkpoint import best, latest, load
 from mycel.train import expert_load, metrics
 from mycel.train.config import Config, dump
 from mycel.train.loop import train
@@ -137,10 +137,29 @@ def traced(run: Path) -> list[dict[str, Any]]:
     return json.loads((run / "trace.json").read_text())["traceEvents"]
 
 
-def test_a_pipeline_trains_goes_on_in_other_stages_and_exports_as_one_process_does(disk, tmp_path, worlds):
+def test_ranks_export_the_best_checkpoint(disk, tmp_path, worlds):
+    """Of a run that climbs: its first, however its weights lie, on places of a mesh or in stages."""
+    climbing = {
+        "optimizer": {"options": {"maximize": True}}, "train": {"steps": 4}, "evaluate": {"every": 2, "batches": 2},
+        "checkpoint": {"every": 2, "keep": 2}, "export": True,
+    }  # fmt: skip
+    plans = {
+        "zero3": ({"dp": 2}, "zero3"), "tp": ({"tp": 2}, "tp"),
+        "stages": (None, {"stages": 2, "schedule": "1f1b", "microbatches": 2}),
+    }  # fmt: skip
+    told = worlds(2, *({"settings": tiny(disk, tmp_path / name, *how, **climbing)} for name, how in plans.items()))
+    for plan in plans:
+        run = tmp_path / plan
+        assert best(run / "checkpoints") != latest(run / "checkpoints")
+        saved, model = load(best(run / "checkpoints")).tensors, load_file(run / "model" / "model.safetensors")
+        assert all(torch.equal(x, saved[f"model.{name}"]) for name, x in model.items())
+    assert " ".join(told[0].split()).count("of step-00000002, the best by validation; that of the last step") == 3
+
+
+def test_a_pipeline_trains_goes_on_in_other_stages_and_exports_as_one_process_does(disk, tmp_path, worlds, capsys):
     still = {"config": {**MODEL["config"], "attention_dropout": 0.0}}
     more = {"model": still, "train": {"steps": 5}, "evaluate": {"every": 4}, "export": True}
-    more |= {"schedule": {"kind": "constant", "warmup": 0}, "trace": 1}
+    more |= {"schedule": {"kind": "constant", "warmup": 0}, "trace": 1, "sample": {"tokens": 4, "temperature": 0}}
     plan = {"stages": 2, "schedule": "zbh1", "microbatches": 2, "mesh": {"dp": 2}, "batch": ["dp"], "zero": "1 over dp"}
     other = {"stages": 4, "schedule": "1f1b", "microbatches": 2}  # which a rank makes and loads its stage of alone
     first = {**more, "train": {"steps": 3}}
@@ -154,8 +173,13 @@ def test_a_pipeline_trains_goes_on_in_other_stages_and_exports_as_one_process_do
         },
     )
     assert all("restored to the bit" in text for text in told)
+    capsys.readouterr()
     assert train(config(disk, tmp_path / "alone", **{**QUIET, **more})) == 0
+    said = capsys.readouterr().out.split("sample\n\n")[1].split("\n")[0]
+    assert f"sample\n\n{said}\n" in told[0].split("restored to the bit")[-1], "what it writes is evaluated in stages"
     assert losses(tmp_path / "stages") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    last = [[r["validation"] for r in measured(tmp_path / run) if "validation" in r][-1] for run in ("stages", "alone")]
+    assert last[0] == pytest.approx(last[1], rel=1e-5)
     rows = [e["args"]["name"] for e in traced(tmp_path / "stages") if e["name"] == "process_name"]
     assert rows == [*(f"rank {r}" for r in range(4)), *(f"predicted, pp {r}" for r in range(4))]
     assert {e["name"] for e in traced(tmp_path / "alone")} > {"process_name", "step"}

@@ -1,16 +1,13 @@
-"""What training code does besides: quantisation, inner loops, routing, checkpoints, adapters, random depth."""
+"""What training code does besides: quantisation, routing, checkpoints, adapters, random depth."""
 
 from __future__ import annotations
 
-import enum
 import random
-from collections import OrderedDict, defaultdict
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from programs.entry import program
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 
@@ -66,150 +63,6 @@ def dorefa_pact():
     return QuantNet(), (torch.randn(4, 5),)
 
 
-class MAML(nn.Module):
-    def __init__(self, first_order=False):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(2, 6), nn.ReLU(), nn.Linear(6, 1))
-        self.lr = nn.Parameter(torch.tensor(0.1))
-        self.fo = first_order
-
-    def forward(self, xs, ys, xq, yq):
-        total = 0.0
-        for i in range(xs.shape[0]):
-            params = OrderedDict(self.net.named_parameters())
-            for _ in range(2):
-                loss = F.mse_loss(torch.func.functional_call(self.net, params, (xs[i],)), ys[i])
-                grads = torch.autograd.grad(loss, params.values(), create_graph=not self.fo)
-                params = OrderedDict((n, p - self.lr * g) for (n, p), g in zip(params.items(), grads))
-            total = total + F.mse_loss(torch.func.functional_call(self.net, params, xq[i]), yq[i])
-        return total / xs.shape[0]
-
-
-@program
-def maml_functional_call():
-    return MAML(), (torch.randn(2, 3, 2), torch.randn(2, 3, 1), torch.randn(2, 3, 2), torch.randn(2, 3, 1))
-
-
-@program
-def fomaml():
-    return MAML(True), (torch.randn(2, 3, 2), torch.randn(2, 3, 1), torch.randn(2, 3, 2), torch.randn(2, 3, 1))
-
-
-class Einops(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv = nn.Linear(8, 24)
-        self.p = nn.Linear(3 * 4, 8)
-
-    def forward(self, img):
-        from einops import einsum, rearrange, reduce, repeat
-
-        x = self.p(rearrange(img, "b c (h p1) (w p2) -> b (h w) (p1 p2 c)", p1=2, p2=2))
-        q, k, v = (rearrange(t, "b n (h d) -> b h n d", h=2) for t in self.qkv(x).chunk(3, -1))
-        a = einsum(q, k, "b h i d, b h j d -> b h i j").softmax(-1)
-        o = rearrange(a @ v, "b h n d -> b n (h d)")
-        return (
-            reduce(o, "b n d -> b d", "mean").square().mean()
-            + reduce(o, "b (n two) d -> b n d", "max", two=2).mean()
-            + repeat(o.mean(1), "b d -> b k d", k=2).sum() * 0.01
-        )
-
-
-@program
-def einops_vit():
-    return Einops(), (torch.randn(2, 3, 4, 4),)
-
-
-@dataclass
-class Stats:
-    mean: Tensor
-    std: Tensor | None = None
-
-
-@dataclass
-class Output:
-    loss: Tensor
-    stats: Stats
-    hidden: list = field(default_factory=list)
-    meta: dict = field(default_factory=dict)
-
-
-class Mode(enum.Enum):
-    A = "a"
-    B = "b"
-
-
-class KwargsNet(nn.Module):
-    def __init__(self, **cfg):
-        super().__init__()
-        self.cfg = cfg
-        self.blocks = nn.ModuleDict({n: nn.Linear(4, 4) for n in ("text", "image", "shared")})
-        self.mode = Mode.A
-
-    def block(self, x, *args, name="shared", act=None, residual=True, **kw):
-        y = self.blocks[name](x)
-        y = y if act is None else getattr(F, act)(y)
-        return x + y * kw.get("scale", 1.0) if residual else y
-
-    def forward(self, x, *, labels=None, return_hidden=True, **kwargs):
-        hid = []
-        for name, opts in self.cfg.items():
-            x = self.block(x, name=name, **opts)
-            hid.append(x)
-        if self.mode is Mode.A:
-            x = x * 2
-        match kwargs:
-            case {"scale": s}:
-                x = x * s
-            case _:
-                pass
-        loss = F.mse_loss(x, labels) if labels is not None else x.square().mean()
-        return Output(
-            loss,
-            Stats(x.mean(), None if not self.training else x.std()),
-            hid if return_hidden else [],
-            {"n": len(hid), "norms": {f"l{i}": h.norm().item() for i, h in enumerate(hid)}},
-        )
-
-
-@program
-def kwargs_dataclass():
-    return KwargsNet(text={"act": "relu"}, image={"act": "gelu", "scale": 0.5}, shared={"residual": False}), {
-        "x": torch.randn(3, 4),
-        "labels": torch.randn(3, 4),
-        "scale": torch.tensor(0.7),
-    }
-
-
-class Router(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.enc = nn.ModuleDict({"a": nn.Linear(3, 4), "b": nn.Linear(5, 4)})
-        self.heads = nn.ModuleDict(OrderedDict(cls=nn.Linear(4, 3), reg=nn.Linear(4, 1)))
-
-    def forward(self, batch, tasks):
-        losses = defaultdict(float)
-        feats = {k: self.enc[k](v) for k, v in batch.items() if k in self.enc}
-        for task, (mod, y) in tasks.items():
-            out = self.heads[task](feats[mod])
-            losses[task] += F.cross_entropy(out, y) if task == "cls" else F.mse_loss(out.squeeze(-1), y)
-        return {"loss": sum(losses.values()), **{f"{k}_loss": v.detach() for k, v in losses.items()}}
-
-
-class RouterFlat(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.r = Router()
-
-    def forward(self, a, b, c, d):
-        return self.r({"a": a, "b": b}, {"cls": ("a", c), "reg": ("b", d)})
-
-
-@program
-def moduledict_tasks():
-    return RouterFlat(), (torch.randn(3, 3), torch.randn(3, 5), torch.tensor([0, 2, 1]), torch.randn(3))
-
-
 class Ckpt(nn.Module):
     def __init__(self, reentrant):
         super().__init__()
@@ -235,91 +88,6 @@ def checkpoint_new():
     return Ckpt(False), (torch.randn(3, 5),)
 
 
-class RevBlock(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, f, g, *params):
-        with torch.no_grad():
-            x1, x2 = x.chunk(2, -1)
-            y1 = x1 + f(x2)
-            y2 = x2 + g(y1)
-        ctx.f, ctx.g = f, g
-        y = torch.cat([y1, y2], -1)
-        ctx.save_for_backward(y.detach(), *params)
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        y, *params = ctx.saved_tensors
-        y1, y2 = y.chunk(2, -1)
-        d1, d2 = dy.chunk(2, -1)
-        with torch.enable_grad():
-            y1_ = y1.detach().requires_grad_()
-            gy = ctx.g(y1_)
-        gp = [p for p in ctx.g.parameters()]
-        fp = [p for p in ctx.f.parameters()]
-        grads = torch.autograd.grad(gy, [y1_] + gp, d2)
-        x2 = y2 - gy.detach()
-        d1 = d1 + grads[0]
-        gg = grads[1:]
-        with torch.enable_grad():
-            x2_ = x2.detach().requires_grad_()
-            fx = ctx.f(x2_)
-        grads = torch.autograd.grad(fx, [x2_] + fp, d1)
-        return (torch.cat([d1, d2 + grads[0]], -1), None, None, *grads[1:], *gg)
-
-
-class RevNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.f = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
-        self.g = nn.ModuleList([nn.Sequential(nn.Linear(3, 3), nn.Tanh()) for _ in range(2)])
-
-    def forward(self, x):
-        for f, g in zip(self.f, self.g):
-            x = RevBlock.apply(x, f, g, *f.parameters(), *g.parameters())
-        return x.square().mean()
-
-
-@program
-def reversible_function():
-    return RevNet(), (torch.randn(4, 6),)
-
-
-class GradReverse(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, alpha):
-        ctx.alpha = alpha
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, g):
-        return g.neg() * ctx.alpha, None
-
-
-class DANN(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.f = nn.Linear(4, 5)
-        self.c = nn.Linear(5, 3)
-        self.d = nn.Linear(5, 2)
-        self.it = 0
-
-    def forward(self, xs, ys, xt):
-        p = self.it / 10.0
-        alpha = 2.0 / (1.0 + np.exp(-10 * p)) - 1
-        self.it += 1
-        fs, ft = F.relu(self.f(xs)), F.relu(self.f(xt))
-        dom = self.d(GradReverse.apply(torch.cat([fs, ft]), alpha))
-        return F.cross_entropy(self.c(fs), ys) + F.cross_entropy(
-            dom, torch.cat([torch.zeros(len(xs)), torch.ones(len(xt))]).long()
-        )
-
-
-@program
-def dann_schedule():
-    return DANN(), (torch.randn(3, 4), torch.tensor([0, 1, 2]), torch.randn(3, 4))
-
-
 class ComplexNet(nn.Module):
     def __init__(self):
         super().__init__()
@@ -342,34 +110,6 @@ class ComplexNet(nn.Module):
 @program
 def complex_modrelu():
     return ComplexNet(), (torch.randn(3, 4),)
-
-
-class Ragged(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn = nn.GRU(3, 4, batch_first=True)
-        self.att = nn.MultiheadAttention(4, 2, batch_first=True)
-        self.o = nn.Linear(4, 2)
-
-    def forward(self, seqs, labels):
-        pads = nn.utils.rnn.pad_sequence(seqs, batch_first=True)
-        lens = torch.tensor([len(s) for s in seqs])
-        packed = nn.utils.rnn.pack_padded_sequence(pads, lens, batch_first=True, enforce_sorted=False)
-        h, _ = nn.utils.rnn.pad_packed_sequence(self.rnn(packed)[0], batch_first=True)
-        m = torch.arange(h.shape[1])[None] >= lens[:, None]
-        a, _ = self.att(h, h, h, key_padding_mask=m)
-        pooled = torch.stack([a[i, :n].mean(0) for i, n in enumerate(lens)])
-        return F.cross_entropy(self.o(pooled), labels)
-
-
-class RaggedFlat(Ragged):
-    def forward(self, a, b, c, y):
-        return super().forward([a, b, c], y)
-
-
-@program
-def ragged_lists():
-    return RaggedFlat(), (torch.randn(4, 3), torch.randn(2, 3), torch.randn(3, 3), torch.tensor([0, 1, 1]))
 
 
 class LoRA(nn.Linear):
@@ -659,88 +399,3 @@ class SlotAttention(nn.Module):
 @program
 def slot_attention():
     return SlotAttention(), (torch.randn(2, 5, 4), torch.randn(2, 3, 4))
-
-
-class Sam(nn.Module):
-    """sharpness aware: gradient ascent inside the loss"""
-
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-        self.rho = 0.05
-
-    def forward(self, x, y):
-        params = dict(self.net.named_parameters())
-        loss = F.cross_entropy(self.net(x), y)
-        g = torch.autograd.grad(loss, list(params.values()), retain_graph=True)
-        norm = torch.sqrt(sum((t**2).sum() for t in g)) + 1e-12
-        adv = {k: p + self.rho * t / norm for (k, p), t in zip(params.items(), g)}
-        return F.cross_entropy(torch.func.functional_call(self.net, adv, (x,)), y)
-
-
-@program
-def sam_perturbation():
-    return Sam(), (torch.randn(5, 4), torch.tensor([0, 1, 0, 1, 1]))
-
-
-class VAT(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
-
-    def forward(self, x, d0):
-        with torch.no_grad():
-            pred = F.softmax(self.net(x), 1)
-        d = F.normalize(d0, dim=1)
-        for _ in range(2):
-            d.requires_grad_()
-            adv = F.kl_div(F.log_softmax(self.net(x + 10.0 * d), 1), pred, reduction="batchmean")
-            adv.backward() if False else None
-            d = F.normalize(torch.autograd.grad(adv, d)[0], dim=1).detach()
-        return F.kl_div(F.log_softmax(self.net(x + d), 1), pred, reduction="batchmean")
-
-
-@program
-def vat():
-    return VAT(), (torch.randn(5, 4), torch.randn(5, 4))
-
-
-class PGD(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
-
-    def forward(self, x, y):
-        was = self.training
-        self.eval()
-        delta = torch.zeros_like(x, requires_grad=True)
-        for _ in range(3):
-            loss = F.cross_entropy(self.net(x + delta), y)
-            (g,) = torch.autograd.grad(loss, delta)
-            delta = (delta + 0.1 * g.sign()).clamp(-0.3, 0.3).detach().requires_grad_()
-        self.train(was)
-        return F.cross_entropy(self.net(x + delta), y)
-
-
-@program
-def pgd_eval_inside():
-    return PGD(), (torch.randn(5, 4), torch.tensor([0, 1, 2, 0, 1]))
-
-
-class HessianFree(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-
-    def forward(self, x, v):
-        loss = self.net(x).square().mean()
-        ps = list(self.net.parameters())
-        g = torch.autograd.grad(loss, ps, create_graph=True)
-        flat = torch.cat([t.reshape(-1) for t in g])
-        hv = torch.autograd.grad((flat * v[: len(flat)]).sum(), ps, create_graph=True)
-        return loss + 0.1 * sum((h**2).sum() for h in hv)
-
-
-@program
-def hvp_penalty():
-    return HessianFree(), (torch.randn(4, 3), torch.randn(30))

@@ -5,7 +5,7 @@ from mycel.capture.autograd import differentiate_with
 from mycel.capture.bind import MISS, bind, draw_key
 from mycel.capture.caches import growing, is_static_cache
 from mycel.capture.custom import trace_custom
-from mycel.capture.experts import OBSERVED, Routing, traced_gate, traced_layer
+from mycel.capture.experts import traced_gate, traced_layer
 from mycel.capture.facts import Facts, all_ones, make_room
 from mycel.capture.fence import refuse
 from mycel.capture.function import TRACING, Captured, capture, paused
@@ -14,19 +14,19 @@ from mycel.capture.island import mark_island
 from mycel.capture.nested import succeeds
 from mycel.capture.region import Open, checked, closed, divided, meshed, opened
 from mycel.capture.syntax import each, rewritten
+from mycel.capture.trace import CAPTURING, is_traced_here
 from mycel.capture.tree import LEAF, Tree, flatten
 from mycel.ops.python_calls import PythonCall
 
 __all__ = [
+    "CAPTURING",
     "LEAF",
     "MISS",
-    "OBSERVED",
     "TRACING",
     "Captured",
     "Facts",
     "Open",
     "PythonCall",
-    "Routing",
     "Tree",
     "all_ones",
     "bind",
@@ -42,6 +42,7 @@ __all__ = [
     "input_tensors",
     "input_values",
     "is_static_cache",
+    "is_traced_here",
     "make_room",
     "mark_island",
     "meshed",

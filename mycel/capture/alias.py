@@ -19,15 +19,17 @@ JOURNALS: list[
 
 
 class Cell:
-    """The current value of one tensor object; `version` counts its writes."""
+    """The current value of one tensor object; `version` counts its writes, `home` is the journal of the block whose
+    code has made it."""
 
-    __slots__ = ("at", "eqn", "parent", "place", "seen", "var", "version")
+    __slots__ = ("at", "eqn", "home", "parent", "place", "seen", "var", "version")
 
     def __init__(self, var: Var, parent: Cell | None = None, eqn: Eqn | None = None, at: int = 0) -> None:
         self.var, self.parent, self.eqn, self.at = var, parent, eqn, at
         self.version = 0
         self.seen = parent.version if parent else 0
         self.place: Any = None  # where a lifted tensor lives, or None
+        self.home = JOURNALS[-1] if JOURNALS else None
 
     def read(self) -> Var:
         """The value now."""

@@ -68,8 +68,8 @@ def traced_grad(
                 "allow_unused=True, or taking the gradient before the tensor is changed",
             )
     with tracer:
-        found = _gradients(tracer, eqns, [v for v in dict.fromkeys(wrt) if v in used], values, seeds)
-        grads = [found.get(v, o.full(0.0, shape=v.shape, dtype=v.dtype) if materialize_grads else None) for v in wrt]
+        by_value = _gradients(tracer, eqns, [v for v in dict.fromkeys(wrt) if v in used], values, seeds)
+        grads = [by_value.get(v, o.full(0.0, shape=v.shape, dtype=v.dtype) if materialize_grads else None) for v in wrt]
         return tuple(None if g is None else tracer.wrap(g if create_graph else o.stop_gradient(g)) for g in grads)
 
 
@@ -140,8 +140,9 @@ def set_recorded(tracer: Tracer, x: torch.Tensor, asks: bool) -> None:
 def requires_grad(tracer: Tracer, x: torch.Tensor, of_arguments: bool = False) -> bool:
     """x.requires_grad: would torch record a gradient of it?  That follows from the tensors it is made of, those the
     code reaches, which is guarded; an argument asks for none, unless told so."""
-    stack = [tracer.cell(x).read()]
-    leaves, frozen = {tracer.cell(leaf).read() for leaf in tracer.leaves}, unrecorded(tracer)
+    with tracer:  # a view of what was written meanwhile is read by an equation
+        stack = [tracer.cell(x).read()]
+        leaves, frozen = {tracer.cell(leaf).read() for leaf in tracer.leaves}, unrecorded(tracer)
     inputs = dict(zip(tracer.inputs, (t for t, _ in tracer.lifted.values()), strict=False))
     reached = {v for v, _ in tracer.state}
     held: dict[int, torch.Tensor] = {}
@@ -153,7 +154,7 @@ def requires_grad(tracer: Tracer, x: torch.Tensor, of_arguments: bool = False) -
         if v in seen or not (is_float(v.dtype) or v.dtype.is_complex):
             continue
         seen.add(v)
-        tensor, eqn = inputs.get(v), tracer.made.get(v)
+        tensor, eqn = inputs.get(v), tracer.producers.get(v)
         if v in leaves or (type(tensor) is Traced and requires_grad(_tracer_of(tensor), tensor)):
             return tracer.grad_mode
         if eqn is not None:
@@ -208,9 +209,9 @@ def _depends(tracer: Tracer, var: Var, wrt: Sequence[Var]) -> bool:
         v = stack.pop()
         if v in wrt:
             return True
-        if v not in seen and v in tracer.made:
+        if v not in seen and v in tracer.producers:
             seen.add(v)
-            stack += tracer.made[v].vars
+            stack += tracer.producers[v].vars
     return False
 
 
@@ -218,9 +219,9 @@ def _gradients(
     tracer: Tracer, eqns: Sequence[Eqn], wrt: Sequence[Var], values: Sequence[Var], seeds: Sequence[Var | None]
 ) -> dict[Var, Var]:
     """The gradients of sum(values * seeds), written into the trace."""
-    made = {v for e in eqns for v in e.outputs}
+    own = {v for e in eqns for v in e.outputs}
     # a seed that depends on the inputs is a number of its own here
-    apart = [Var(f"g{i}", s.type) if s in made else None for i, s in enumerate(seeds)]  # type: ignore[union-attr]
+    apart = [Var(f"g{i}", s.type) if s in own else None for i, s in enumerate(seeds)]  # type: ignore[union-attr]
 
     def total(known: Mapping[Var, Any]) -> list[Var]:
         sums: Any = None
@@ -248,9 +249,9 @@ def _program_of(
     finish: Callable[[Mapping[Var, Any]], list[Var]],
 ) -> tuple[Program, list[Var]]:
     """Equations of the trace as a program of `wrt`, of what else they use and of `more`, and the values it is of."""
-    made = {v for e in eqns for v in e.outputs}
+    inside = {v for e in eqns for v in e.outputs}
     outer = [v for e in eqns for v in e.vars] + [*used]
-    given = list(dict.fromkeys([*wrt, *(v for v in outer if v not in made)]))
+    given = list(dict.fromkeys([*wrt, *(v for v in outer if v not in inside)]))
     own = [Var(f"a{i}", v.type) for i, v in enumerate(given)]
     known: dict[Var, Any] = dict(zip(given, own, strict=True))
     b = Builder()
@@ -299,8 +300,8 @@ def traced_tangents(
         pushed = _DERIVE[1](program, range(len(wrt)))
         point = [o.stop_gradient(v) if fixed and is_float(v.dtype) else v for v in given]
         outs = splice_program(tracer, pushed, [*point, *(duals[v] for v in wrt)])  # type: ignore[list-item]
-        found = dict(zip(wanted, outs[len(wanted) :], strict=True))
-        return [tracer.wrap(found[v]) if v in found else None for v in values]
+        tangents = dict(zip(wanted, outs[len(wanted) :], strict=True))
+        return [tracer.wrap(tangents[v]) if v in tangents else None for v in values]
 
 
 def traced_linearize(tracer: Tracer, fn: Callable[..., Any], *primals: Any) -> tuple[Any, Callable[..., Any]]:
@@ -319,9 +320,9 @@ def traced_linearize(tracer: Tracer, fn: Callable[..., Any], *primals: Any) -> t
         flatten(tangents, along)
         with tracer:
             known = dict(zip(at, (tracer.cell(t).read() for t in along), strict=True))
-        found = traced_tangents(tracer, outs, known, fixed=True)
+        along_outs = traced_tangents(tracer, outs, known, fixed=True)
         return out_tree.unflatten(
-            iter([torch.zeros_like(y) if t is None else t for y, t in zip(outs, found, strict=True)])
+            iter([torch.zeros_like(y) if t is None else t for y, t in zip(outs, along_outs, strict=True)])
         )
 
     return value, push

@@ -407,18 +407,18 @@ class _GuardWriter:
         self.lines += [f"{self.read(place)} = {self.values[input_]}" for input_, place in numbers]
         rest = iter(outs[n_results:])
         for place, tree in self.c.effects:
-            self.lines.append(f"{self.read(place)} = {self.build(tree, rest)}")
+            self.lines.append(f"{self.read(place)} = {self.build(tree, rest, numbers=True)}")
         self.lines.append(f"return {self.build(self.c.out, iter(outs[:n_results]))}")
 
-    def build(self, tree: Tree, outs: Any) -> str:
-        """An expression for the result."""
+    def build(self, tree: Tree, outs: Any, numbers: bool = False) -> str:
+        """An expression for the result; `numbers`: rows that are Python's numbers are such."""
         if tree.kind == "leaf":
             return next(outs)
         if tree.kind == "number":
             return f"{next(outs)}.item()"
         if tree.kind == "static":
             return self.constant(tree.key, "V")
-        parts = [self.build(c, outs) for c in tree.children]
+        parts = [self.build(c, outs, numbers) for c in tree.children]
         match tree.kind:
             case "tuple":
                 return "(" + "".join(p + ", " for p in parts) + ")"
@@ -428,8 +428,13 @@ class _GuardWriter:
                 return f"{self.constant(tree.key, 'cls')}({', '.join(parts)})"
             case "struct":
                 return f"{self.constant(tree.key, 'cls')}(({', '.join(parts)},))"
+            case "maybe":
+                return f"*([{parts[0]}] if {parts[1]} else ())"
+            case "rows":
+                rows = f"{parts[0]}[{parts[1]}]"
+                return f"*{rows}.tolist()" if tree.key.keywords["is_number"] and numbers else f"*{rows}.unbind()"
         template, keys = tree.key
-        if type(template) is dict:
+        if template is dict or type(template) is dict:
             return f"dict(zip({self.constant(keys, 'keys')}, ({''.join(p + ', ' for p in parts)})))"
         return f"{self.constant(maker(tree), 'made')}(({''.join(p + ', ' for p in parts)}))"
 

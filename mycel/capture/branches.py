@@ -151,7 +151,7 @@ class _Branch:
             then,
             orelse,
         )
-        self.merge = Merge(tracer, filler)
+        self.merge = Merge(tracer, test, filler)
 
     def emit(self, names: Sequence[str]) -> Any:
         tracer, then, orelse = self.tracer, self.then, self.orelse
@@ -185,11 +185,9 @@ class _Branch:
         """How to build the contents of a list, dict or object after the branches."""
         box = self.objects.boxes[i]
         a, b = self.then.contents.get(i, box.old), self.orelse.contents.get(i, box.old)
-        if (
-            isinstance(a, set)
-            or (isinstance(a, list) and len(a) != len(b))
-            or (isinstance(a, dict) and a.keys() != b.keys())
-        ):
+        if isinstance(a, list) and len(a) != len(b):
+            return self.merge(box.name, a, b)
+        if isinstance(a, set) or (isinstance(a, dict) and a.keys() != b.keys()):
             raise refuse(
                 f"{box.name or 'an object'} has other items after one branch than after the other",
                 "the same items in both branches, with other values",

@@ -104,7 +104,7 @@ class Loops:
         self.eqns: list[Eqn] = []
         self.same: dict[Atom, Atom] = {}
         self.by_value: dict[Any, Eqn] = {}
-        self.made: dict[Var, tuple[Eqn, int]] = {}
+        self.producers: dict[Var, tuple[Eqn, int]] = {}
         self.constants: dict[Var, torch.Tensor | None] = {}
         self.choices: dict[Var, list[dict[Var, Any]]] = {}
         for eqn in block.eqns:
@@ -169,12 +169,12 @@ class Loops:
         if plain:
             self.by_value[key] = eqn
         self.eqns.append(eqn)
-        self.made.update((v, (eqn, i)) for i, v in enumerate(eqn.outputs))
+        self.producers.update((v, (eqn, i)) for i, v in enumerate(eqn.outputs))
         return eqn.outputs
 
     def of(self, x: Any, *ops: Any) -> Eqn | None:
         """The equation that makes x, if it is of these operators."""
-        eqn = self.made.get(x, (None, 0))[0] if isinstance(x, Var) else None
+        eqn = self.producers.get(x, (None, 0))[0] if isinstance(x, Var) else None
         return eqn if eqn is not None and eqn.op in ops else None
 
     def plain(self, x: Any) -> Any:
@@ -190,7 +190,7 @@ class Loops:
         if not isinstance(x, Var):
             return None
         if x not in self.constants:
-            eqn, i = self.made.get(x, (None, 0))
+            eqn, i = self.producers.get(x, (None, 0))
             self.constants[x] = None
             if eqn is not None and eqn.op is not o.const and _is_known(eqn):
                 args = [self.constant(v) if isinstance(v, Var) else v for v in eqn.inputs]
@@ -205,7 +205,7 @@ class Loops:
         if not isinstance(x, Var):
             return x
         if x not in values:
-            eqn, i = self.made.get(x, (None, 0))
+            eqn, i = self.producers.get(x, (None, 0))
             values[x] = self.constant(x)
             if values[x] is None and eqn is not None and eqn.inputs and _is_known(eqn):
                 args = [self.evaluated(v, values) for v in eqn.inputs]
@@ -221,7 +221,7 @@ class Loops:
         waiting = [x]
         while waiting:
             v = waiting[-1]
-            eqn, i = self.made.get(v, (None, 0))
+            eqn, i = self.producers.get(v, (None, 0))
             missing = [u for u in eqn.vars if u not in values] if eqn is not None and v not in values else []
             if missing:
                 waiting += missing
@@ -369,7 +369,7 @@ class Loops:
         if product is not None:
             ups.setdefault(x, product)
             return "ab"[list(ups).index(x)] if len(ups) <= 2 else None
-        eqn = self.made.get(x, (None, 0))[0]
+        eqn = self.producers.get(x, (None, 0))[0]
         if eqn is None or eqn.op.vjp is None or len(eqn.outputs) != 1 or not is_on_elements(eqn):
             return None
         operands = [self.text(v, ups) if isinstance(v, Var) else repr(v) for v in eqn.inputs]
@@ -383,7 +383,7 @@ class Loops:
     def _merge(self, chain: list[Arm], uses: Counter[Var], lines: set[str]) -> bool:
         """Arms that add to each other -> one operator, where they are a layer of experts."""
         first, last = chain[0], chain[-1]
-        reads = 1 if self.made[last.out][0].op is o.index_add else 2  # y[token] += … reads y as well
+        reads = 1 if self.producers[last.out][0].op is o.index_add else 2  # y[token] += … reads y as well
         if len(chain) < 2 or any(uses[arm.out] != reads for arm in chain[:-1]):
             return False
         if any(
@@ -415,13 +415,13 @@ class Loops:
             if x.dtype == torch.int64 and x.type.numel == len(arm.tokens) and self._is_chosen(x, experts):
                 both = (Routed(x, tokens, by_choice) for by_choice in (False, True))
                 return next((r for r in both if self.mask_of(arm, 0, r, experts)), None)
-            eqn = self.made.get(x, (None, 0))[0]
+            eqn = self.producers.get(x, (None, 0))[0]
             waiting += eqn.vars if eqn is not None else ()
         return None
 
     def _is_chosen(self, x: Var, experts: int) -> bool:
         """Are these positions of the largest of so many scores?"""
-        eqn, i = self.made.get(self.plain(x), (None, 0))
+        eqn, i = self.producers.get(self.plain(x), (None, 0))
         if eqn is None or (eqn.op, i) not in ((o.topk, 1), (o.argmax, 0)):
             return False
         scores: Any = eqn.inputs[0]
@@ -490,10 +490,10 @@ class Loops:
     def writing(self, place: Var) -> Iterator[None]:
         """Operators write equations here, where this value is made."""
         with Builder(beside=self.b) as b:
-            b.at(self.made[place][0])
+            b.at(self.producers[place][0])
             yield
         self.eqns += b.eqns
-        self.made.update((v, (eqn, i)) for eqn in b.eqns for i, v in enumerate(eqn.outputs))
+        self.producers.update((v, (eqn, i)) for eqn in b.eqns for i, v in enumerate(eqn.outputs))
 
     def layer(self, mlps: Sequence[Mlp], x: Var, ids: Any, weights: Any, **more: int) -> Any:
         """A layer of these experts, whose weights are put together."""

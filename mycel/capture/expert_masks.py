@@ -155,7 +155,7 @@ class MaskedLoops:
             if x in seen:
                 continue
             seen.add(x)
-            eqn, i = self.loops.made.get(x, (None, 0))
+            eqn, i = self.loops.producers.get(x, (None, 0))
             if eqn is not None and (eqn.op, i) in ((o.topk, 1), (o.argmax, 0)):
                 scores: Any = eqn.inputs[0]
                 if eqn.params.get("dim") == scores.ndim - 1:

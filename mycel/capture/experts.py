@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,24 +28,6 @@ SWITCH = "transformers.models.switch_transformers.modeling_switch_transformers"
 Forward = Callable[..., torch.Tensor]
 
 
-@dataclass(frozen=True)
-class Routing:
-    """Where a layer's tokens go: the id of its module, how many of all `choices` each expert got, and how many of the
-    router's weights are not finite."""
-
-    module: int
-    counts: torch.Tensor
-    choices: int
-    not_finite: torch.Tensor
-
-    @staticmethod
-    def of(module: int, ids: torch.Tensor, weights: torch.Tensor, experts: int) -> Routing:
-        flat = ids.reshape(-1)
-        counts = (flat.unsqueeze(1) == torch.arange(experts, device=flat.device)).sum(0)
-        return Routing(module, counts, flat.numel(), (~torch.isfinite(weights)).sum())
-
-
-OBSERVED: list[list[Routing]] = []  # who wants to see the routing of layers that are traced
 Gate = tuple[str, str]  # what is done with the parts of a hidden row, as text; what the parts are (`ops/gates.py`)
 
 
@@ -187,10 +168,6 @@ def traced_layer(
         y = o.experts(rows, ids, weights, up, *rest, gate=gate[0], form=gate[1], transposed=transposed, **more)
         return y if y.dtype == x.dtype else o.cast(y, dtype=x.dtype)
 
-    if OBSERVED:
-        routing = Routing.of(tracer.regions[-1].module, operands[1], operands[2], operands[3].shape[0])
-        for seen in OBSERVED:
-            seen.append(routing)
     y: torch.Tensor = tracer.wrap(tracer.apply(rule, operands, {}))
     return y
 

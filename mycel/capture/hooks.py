@@ -154,7 +154,7 @@ class ModuleHooks:
             outputs = [tracer.cell(x).read() for x in outs]
         tracer.closed -= front.defined
         front.eqns[-1] = replace(front.eqns[-1], outputs=(*self.inner, *outputs[n:]))
-        tracer.made.update((v, front.eqns[-1]) for v in front.eqns[-1].outputs)
+        tracer.producers.update((v, front.eqns[-1]) for v in front.eqns[-1].outputs)
         _insert(tracer, self.start, front)
         return [tracer.wrap(v) for v in outputs[n:]]
 

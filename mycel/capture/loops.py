@@ -16,7 +16,8 @@ import torch
 from mycel.capture.alias import Cell
 from mycel.capture.branches import TracedClosure, plain, run
 from mycel.capture.fence import refuse
-from mycel.capture.merge import Want, describe, fit, is_number, is_weak, made, meet, own
+from mycel.capture.grown_lists import GrownList, ListOfLoop, ListOfScan, refuse_growth
+from mycel.capture.merge import Want, describe, fit, is_number, is_weak, meet, own, wrapped
 from mycel.capture.merge import opened as opened_value
 from mycel.capture.nested import KEY, OpenBlock, branch_key, finish, free, opened
 from mycel.capture.record import Traced
@@ -30,12 +31,18 @@ ROUNDS = 12  # traces until the state must have settled
 
 class Turns:
     """A loop under way: `body` is one turn, `closures` are the user's functions in it, `names` the variables that are
-    needed."""
+    needed, `grown` makes what follows a list that turns add to, where that can be followed."""
 
     def __init__(
-        self, tracer: Tracer, body: Callable[..., Any], closures: Sequence[Callable[..., Any]], names: Sequence[str]
+        self,
+        tracer: Tracer,
+        body: Callable[..., Any],
+        closures: Sequence[Callable[..., Any]],
+        names: Sequence[str],
+        grown: Callable[[Watched, list[Any]], GrownList] | None,
     ) -> None:
-        self.tracer, self.body = tracer, body
+        self.tracer, self.body, self.grown = tracer, body, grown
+        self.lists: dict[int, GrownList] = {}
         self.slots = variables(closures, assigned(closures))
         self.names = [n for n in names if n in self.slots]
         self.objects = Objects.reached(closures, self.slots.values())
@@ -50,7 +57,7 @@ class Turns:
         for _ in range(ROUNDS):
             start: list[Var] = []
             blocks = dict(self.tracer.blocks)
-            done = self.trace(self.body, start, items)
+            done = self.trace(self._turn, start, items)
             if not self._grow(done):
                 ends = self._ends(done)
                 if ends is not None:
@@ -60,6 +67,11 @@ class Turns:
             "the state of this loop does not settle",
             "the same types and shapes at the start and at the end of each turn",
         )
+
+    def _turn(self, *items: Any) -> None:
+        self.body(*items)
+        for grown in self.lists.values():
+            grown.end_turn()
 
     def trace(self, fn: Callable[..., Any], start: list[Var], items: Sequence[Var] = ()) -> TracedClosure:
         """One run of a closure on fresh values for the state; their Vars are appended to `start` (or taken from it)."""
@@ -81,7 +93,8 @@ class Turns:
         return done
 
     def _own(self, x: Traced) -> Traced:
-        """A tensor that is the turn's own: writing into it reaches nobody outside."""
+        """A tensor that is the turn's own: writing into it reaches nobody outside, but is noted."""
+        x.cell.home = None
         self.fresh.append(x.cell)
         return x
 
@@ -98,7 +111,7 @@ class Turns:
             want = own(value)
             var = self._var(want.type, start, given)
             self.tracer.hints[var.name] = plain(name)
-            return self._own(made(self.tracer, var, want))
+            return self._own(wrapped(self.tracer, var, want))
         parts = opened_value(value, value)
         if parts is None:
             return value
@@ -110,17 +123,28 @@ class Turns:
 
     def _grow(self, done: TracedClosure) -> bool:
         """Take in what the body was seen to change; was there anything new?"""
-        before = len(self.state), len(self.cells)
+        before = len(self.state), len(self.cells), len(self.lists)
         for name in self.names:
             old = self.slots[name].get()
             if done.variables[name] is not old:
                 self._check_alias(name, old, done)
                 self.state.setdefault(self.slots[name].id, self.slots[name])
         for i, now in done.contents.items():
-            for slot in _changed(self.objects.boxes[i], now):
+            box = self.objects.boxes[i]
+            if isinstance(now, list) and len(now) > len(box.old) and self.grown is not None and i not in self.lists:
+                self._follow(i, box, now)
+                continue
+            for slot in _changed(box, now):
                 self.state.setdefault(slot.id, slot)
         self.cells += [c for c in done.writes if c not in self.cells]
-        return before != (len(self.state), len(self.cells))
+        return before != (len(self.state), len(self.cells), len(self.lists))
+
+    def _follow(self, i: int, box: Watched, now: list[Any]) -> None:
+        """A list that this turn has added to."""
+        grown = self.lists[i] = self.grown(box, now)  # type: ignore[misc]
+        if grown.slot is not None:
+            self.state[grown.slot.id] = grown.slot
+        self.objects.remember()
 
     def _check_alias(self, name: str, old: Any, done: TracedClosure) -> None:
         """A turn that updates a tensor of outside in place and then lets its name go would do so at the first turn
@@ -202,7 +226,7 @@ class Turns:
         self.tracer.here()
         with self.tracer:
             var = self.tracer.cell(start).read() if isinstance(start, torch.Tensor) else start
-            return made(self.tracer, fit(var, want.type), want)
+            return wrapped(self.tracer, fit(var, want.type), want)
 
     def _filler(self, end: Any) -> Any:
         """Something of the type of what a turn defines."""
@@ -241,7 +265,7 @@ class Turns:
 
         def build(value: Any) -> Any:
             if isinstance(value, torch.Tensor):
-                return made(self.tracer, next(values), own(value))
+                return wrapped(self.tracer, next(values), own(value))
             parts = opened_value(value, value)
             return value if parts is None else parts[0].close([build(v) for v in parts[1]])
 
@@ -270,6 +294,8 @@ class Turns:
         """Forget what `settle` changed."""
         for slot, value in self.before.values():
             slot.set(value)
+        for grown in self.lists.values():
+            grown.undo()
 
     def keyed(self, sections: Sequence[OpenBlock], start: list[Var], ends: list[Var], body: OpenBlock) -> bool:
         """Does the loop draw?  Then its key is state too: each turn folds it."""
@@ -294,10 +320,7 @@ def _changed(box: Watched, now: Any) -> list[Slot]:
         or isinstance(now, dict)
         and not old.keys() <= now.keys()
     ):
-        raise refuse(
-            f"{box.name or 'a container'} has another number of items after each turn of a loop on tensors",
-            "a tensor of the full size that the loop fills, or a loop over a static sequence",
-        )
+        raise refuse_growth(box)
     if isinstance(now, list):
         return [box.slot(i) for i, (a, b) in enumerate(zip(old, now, strict=True)) if a is not b]
     return [box.slot(k) for k, v in now.items() if v is not old.get(k, UNDEFINED)]
@@ -309,13 +332,23 @@ def repeat(
     body: Callable[..., Any],
     closures: Sequence[Callable[..., Any]],
     names: Sequence[str],
+    most: int | None = None,
+    finished: Callable[[], Any] | None = None,
 ) -> None:
-    """while test(): body() — where test gives a traced bool."""
-    turns = Turns(tracer, body, closures, names)
-    done, start, ends = turns.settle(())
-    asked = turns.trace(test, start)
-    if any(v not in start for v in asked.writes.values()) or turns.touched(asked):
-        raise refuse("the test of a while loop changes tensors or objects", "a test that only reads")
+    """while test(): body() — where test gives a traced bool.  There are at most so many turns, if that is known, and
+    so many are `finished`."""
+    grown = None
+    if most is not None and finished is not None:
+        grown = lambda box, now: ListOfLoop(tracer, box, now, most, finished)
+    turns = Turns(tracer, body, closures, names, grown)
+    try:
+        done, start, ends = turns.settle(())
+        asked = turns.trace(test, start)
+        if any(v not in start for v in asked.writes.values()) or turns.touched(asked):
+            raise refuse("the test of a while loop changes tensors or objects", "a test that only reads")
+    except Exception:
+        turns.undo()
+        raise
     with opened(tracer, asked.section), tracer:
         pred = fit(asked.var(tracer, asked.value), Type(torch.bool, ()))
     sections = [asked.section, done.section]
@@ -337,6 +370,8 @@ def repeat(
             [v.type for v in start],
         )
     turns.give_back(outs[: len(outs) - keyed])
+    for grown_list in turns.lists.values():
+        grown_list.finish([])
 
 
 def over(
@@ -348,7 +383,8 @@ def over(
     weak: bool,
 ) -> bool:
     """for row in rows: body(row) as a scan; False if a turn does nothing to tensors (rows count in Python then)."""
-    turns = Turns(tracer, body, closures, names)
+    grown = lambda box, now: ListOfScan(tracer, box, now, rows.shape[0])
+    turns = Turns(tracer, body, closures, names, grown)
     row = Var(tracer.name(""), Type(rows.dtype, tuple(rows.shape[1:])))
 
     def turn(item: Any) -> Any:
@@ -366,17 +402,23 @@ def over(
         turns.undo()
         return False
     keyed = turns.keyed([done.section], start, ends, done.section)
-    consts = [v for v in free(done.section, outputs=ends) if v not in start and v is not row]
+    with opened(tracer, done.section), tracer:
+        given = [v for grown_list in turns.lists.values() for v in grown_list.ends(done)]
+    consts = [v for v in free(done.section, outputs=[*ends, *given]) if v not in start and v is not row]
     tracer.here()
     with tracer:
         operands = turns.operands() + (turns.key() if keyed else [])
         params: dict[str, Any] = {
-            "body": Ref(finish(tracer, "for_body", done.section, [*consts, *start, row], ends)),
+            "body": Ref(finish(tracer, "for_body", done.section, [*consts, *start, row], [*ends, *given])),
             "length": rows.shape[0],
         }
         params |= {k: n for k, n in (("consts", len(consts)), ("carry", len(start))) if n}
-        outs = _append(tracer, scan, (*consts, *operands, tracer.cell(rows).read()), params, [v.type for v in start])
-    turns.give_back(outs[: len(outs) - keyed])
+        types = [v.type for v in start] + [Type(v.dtype, (rows.shape[0], *v.shape)) for v in given]
+        outs = _append(tracer, scan, (*consts, *operands, tracer.cell(rows).read()), params, types)
+    turns.give_back(outs[: len(start) - keyed])
+    of_turns = list(outs[len(start) :])
+    for grown_list in turns.lists.values():
+        grown_list.finish(of_turns)
     return True
 
 

@@ -6,6 +6,7 @@ tensor and number                                     the number becomes a tenso
 number and number that differ                         both become 0-dim tensors (i64 or f64) that behave like numbers:
                                                       *weak* ones
 containers of one structure                           each part
+lists of other lengths                                items that may be there (`maybe_items.py`)
 undefined and something                               undefined, or a filler where nobody can read it
 anything else                                         CaptureError: the name, both values, the line
 """
@@ -13,12 +14,13 @@ anything else                                         CaptureError: the name, bo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from mycel.capture.fence import refuse
+from mycel.capture.maybe_items import MaybeItem
 from mycel.capture.record import Traced
 from mycel.capture.slots import UNDEFINED
 from mycel.capture.trace import Tracer
@@ -59,6 +61,9 @@ class Want:
     weak: bool
 
 
+_TRUTH = Want(Type(torch.bool, ()), False)
+
+
 def meet(a: Any, b: Any) -> Want | None:
     """The type a tensor and a tensor, number or undefined meet in; None if they do not."""
     if a is UNDEFINED or b is UNDEFINED:
@@ -95,7 +100,7 @@ def fit(x: Any, want: Type) -> Var:
     return x if x.shape == want.shape else o.expand(x, shape=want.shape)
 
 
-def made(tracer: Tracer, var: Var, want: Want) -> Traced:
+def wrapped(tracer: Tracer, var: Var, want: Want) -> Traced:
     """A new tensor of the user's with this value."""
     x = tracer.wrap(var)
     if want.weak:
@@ -105,11 +110,13 @@ def made(tracer: Tracer, var: Var, want: Want) -> Traced:
 
 @dataclass
 class Merge:
-    """Values after two branches; `pairs` are what the equation must give back."""
+    """Values after two branches of `test`; `pairs` are what the equation must give back."""
 
     tracer: Tracer
+    test: torch.Tensor
     filler: bool = False
     pairs: list[tuple[str, Any, Any, Want]] = field(default_factory=list)
+    _theres: dict[tuple[int, bool], Build] = field(default_factory=dict)
 
     def __call__(self, name: str, a: Any, b: Any) -> Build:
         """How to build the value for `a` in one branch and `b` in the other."""
@@ -122,7 +129,9 @@ class Merge:
             if want is None:
                 raise self.differ(name, a, b)
             self.pairs.append((name, a, b, want))
-            return lambda outs: made(self.tracer, next(outs), want)
+            return lambda outs: wrapped(self.tracer, next(outs), want)
+        if type(a) is list and type(b) is list and len(a) != len(b):
+            return self._lists(name, a, b)
         parts = opened(a, b)
         if parts is None:
             raise self.differ(name, a, b)
@@ -137,7 +146,7 @@ class Merge:
         if _is_leaf(known) and isinstance(known, torch.Tensor):
             want = own(known)
             self.pairs.append((name, a, b, want))
-            return lambda outs: made(self.tracer, next(outs), want)
+            return lambda outs: wrapped(self.tracer, next(outs), want)
         parts = opened(known, known)
         if parts is None:
             return lambda outs: known
@@ -145,11 +154,67 @@ class Merge:
         builds = [self(name, *((UNDEFINED, v) if a is UNDEFINED else (v, UNDEFINED))) for v in values]
         return lambda outs: tree.close([build(outs) for build in builds])
 
+    def _lists(self, name: str, a: list[Any], b: list[Any]) -> Build:
+        """A list that one branch has put more into: the items of both, of which some may be there.  Where the batch
+        decides, one branch is taken instead."""
+        if self.tracer.fact(self.test) is not None:
+            raise refuse(
+                f"{name or 'a list'} has other items after one branch than after the other",
+                "the same items in both branches, with other values",
+            )
+        head = _common(a, b)
+        tail = _common(a[head:][::-1], b[head:][::-1])
+        mine, others = (xs[head : len(xs) - tail] for xs in (a, b))
+        items = [
+            (replace(self, filler=True)(name, *values), self._there(item, then))
+            for then, own_items in ((True, mine), (False, others))
+            for item in own_items
+            for values in [(_value(item), UNDEFINED) if then else (UNDEFINED, _value(item))]
+        ]
+        self.tracer.lists_vary, source = True, self.tracer.source
+        ends = a[:head], a[len(a) - tail :]
+
+        def build(outs: Iterator[Any]) -> list[Any]:
+            between = [MaybeItem(value(outs), there(outs), name, source) for value, there in items]
+            return [*ends[0], *between, *ends[1]]
+
+        return build
+
+    def _there(self, item: Any, then: bool) -> Build:
+        """Is an item of one branch there after both?  One truth value for all items that are there together."""
+        key = id(item.there) if type(item) is MaybeItem else 0, then
+        if key not in self._theres:
+            known: list[torch.Tensor] = []
+            if key[0]:
+                self.pairs.append(("there", *((item.there, False) if then else (False, item.there)), _TRUTH))
+
+            def build(outs: Iterator[Any]) -> torch.Tensor:
+                if not known:
+                    known.append(wrapped(self.tracer, next(outs) if key[0] else self._truth(then), _TRUTH))
+                return known[0]
+
+            self._theres[key] = build
+        return self._theres[key]
+
+    def _truth(self, then: bool) -> Var:
+        with self.tracer:
+            value = self.tracer.cell(self.test).read()
+            return value if then else o.logical_not(value)
+
     def differ(self, name: str, a: Any, b: Any) -> Exception:
         return refuse(
             f"{name} is {describe(a)} in one branch and {describe(b)} in the other",
             "the same type and shape in both branches",
         )
+
+
+def _common(a: list[Any], b: list[Any]) -> int:
+    """How many items at the start of two lists are the same."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x is not y), min(len(a), len(b)))
+
+
+def _value(item: Any) -> Any:
+    return item.value if type(item) is MaybeItem else item
 
 
 def _is_leaf(x: Any) -> bool:

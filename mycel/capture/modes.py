@@ -345,7 +345,7 @@ def _numbers(tracer: Tracer, x: torch.Tensor) -> Any:
 
 def _bincount(tracer: Tracer, x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> Any:
     """`minlength` counts where no value can ask for more."""
-    known = bounds(tracer.cell(x).read(), tracer.made)
+    known = bounds(tracer.cell(x).read(), tracer.producers)
     if weights is not None:
         return tracer._dynamic(torch.ops.aten.bincount.default, (x, weights, minlength), {})
     if known is None or not 0 <= known[0] <= known[1] < minlength:

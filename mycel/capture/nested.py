@@ -99,7 +99,11 @@ def succeeds(tracer: Tracer, run: Callable[[], Any]) -> bool:
 def written(section: OpenBlock, notes: dict[Cell, tuple[Var, int, int]]) -> dict[Cell, Var]:
     """Tensors of outside that were updated in place, and their new values."""
     mine = section.defined
-    return {c: c.var for c, (var, _, _) in notes.items() if c.parent is None and c.var != var and var not in mine}
+    return {
+        c: c.var
+        for c, (var, _, _) in notes.items()
+        if c.parent is None and c.var != var and var not in mine and (c.place is not None or c.home is not notes)
+    }
 
 
 def free(*sections: OpenBlock, outputs: Sequence[Atom] = ()) -> list[Var]:

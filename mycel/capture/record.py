@@ -96,7 +96,7 @@ class Record(Builder):
         self.frozen: set[int] = set()  # equations recorded under torch.no_grad()
         self.lines: list[tuple[int, str]] = []  # for each equation, how deep the user's frame is, and its line
         self.frame = 0
-        self.made: dict[Var, Eqn] = {}
+        self.producers: dict[Var, Eqn] = {}
         self.kinds: dict[Var, int] = {}  # what values depend on (`facts.py`)
         self.sources: dict[Var, torch.Tensor] = {}  # inputs whose values may be asked for
         self.data: dict[Var, Any] = {}  # values that were computed because they were asked for
@@ -121,6 +121,7 @@ class Record(Builder):
         self.numbers = False  # are there weak tensors?
         self.asked_numbers = False  # … that stand for numbers which code asked of tensors?
         self.maybe: set[str] = set()  # variables that only one of two branches defines
+        self.lists_vary = False  # are there lists whose length depends on values?
         self.picks_rows = False  # has code asked for rows, or places, at which a mask holds?
         self.expert_loops: set[str] = set()  # lines that asked for places after a topk
         self.manual: list[Any] = []  # manual regions that are open (`region.py`)
@@ -157,10 +158,10 @@ class Record(Builder):
         out = super().append(op, inputs, params, types)
         if outputs:
             self.eqns[-1], out = replace(self.eqns[-1], outputs=outputs), outputs
-        self.made.update((v, self.eqns[-1]) for v in self.eqns[-1].outputs)
+        self.producers.update((v, self.eqns[-1]) for v in self.eqns[-1].outputs)
         largest = max((v.type.numel for v in self.eqns[-1].outputs), default=0)
         computable = op not in CONTROL and not op.effect and not op.by_rank and largest <= LARGEST_FACT
-        kind = dependence(self.eqns[-1], self.kinds, self.made, computable)
+        kind = dependence(self.eqns[-1], self.kinds, self.producers, computable)
         self.kinds.update((v, kind) for v in self.eqns[-1].outputs)
         for region in self.manual:
             region.note(self.eqns[-1])
@@ -174,7 +175,7 @@ class Record(Builder):
             return None
         known: dict[Var, torch.Tensor] = {}
         with _disable_current_modes():
-            evaluate(needed(var, self.made, ()), known, self.consts)
+            evaluate(needed(var, self.producers, ()), known, self.consts)
         return known[var]
 
     def fact(self, x: torch.Tensor) -> torch.Tensor | None:
@@ -187,7 +188,7 @@ class Record(Builder):
         if var not in self.facts and here()[0] in self.changing:
             return None
         if var not in self.facts:
-            eqns = needed(var, self.made, self.data.keys() | self.sources.keys())
+            eqns = needed(var, self.producers, self.data.keys() | self.sources.keys())
             for eqn in eqns:  # what they begin with
                 self.data.update({v: self._data(v) for v in eqn.vars if v in self.sources and v not in self.data})
             if var in self.sources:

@@ -139,7 +139,7 @@ class Open:
         for i, eqn in enumerate(region_eqns, self.start):
             inputs = tuple(inner.get(x, x) if isinstance(x, Var) else x for x in eqn.inputs)
             self.eqns[i] = replace(eqn, inputs=inputs, outputs=tuple(inner.get(v, v) for v in eqn.outputs))
-            tracer.made.update((v, self.eqns[i]) for v in self.eqns[i].outputs)
+            tracer.producers.update((v, self.eqns[i]) for v in self.eqns[i].outputs)
         for v, own in inner.items():
             tracer.write(o.leave, (own,), self.params(((),) * v.ndim), [v.type], (v,))
         tracer.local.update({v: axes for v, axes in self.differs.items() if v not in inner})

@@ -56,7 +56,7 @@ class _RegionBlocks:
     def __init__(self, tracer: Any, outputs: list[Any], names: dict[str, str], used: set[str]) -> None:
         self.tracer, self.root = tracer, tracer.regions[0]
         self.root.end = len(tracer.eqns)
-        self.known, self.taken = {**hints(tracer.eqns, tracer.lines), **names}, used
+        self.known, self.used = {**hints(tracer.eqns, tracer.lines), **names}, used
         self.eqns, self.outputs = stop_gradients(tracer, outputs, self.known)
         self.last: dict[Var, float] = {v: i for i, e in enumerate(self.eqns) for v in e.vars}
         self.last.update({v: math.inf for v in outputs if isinstance(v, Var)})
@@ -74,7 +74,7 @@ class _RegionBlocks:
         self._choose_outputs()
         blocks: dict[str, Block] = {}
         for key, shapes in self.groups.items():
-            self.names[key] = _unique(_snake(shapes[0].region.name), self.taken)
+            self.names[key] = _unique(_snake(shapes[0].region.name), self.used)
         for key, shapes in self.groups.items():
             first = shapes[0]
             body = self._body(first.region, KEY)

@@ -186,7 +186,7 @@ def _is_same(record: Record, a: Any, b: Any, depth: int = 8) -> bool:
         return True
     if not (isinstance(a, Var) and isinstance(b, Var)) or not depth or a.type != b.type:
         return False
-    x, y = record.made.get(a), record.made.get(b)
+    x, y = record.producers.get(a), record.producers.get(b)
     if x is None or y is None or x.op is not y.op or x.params != y.params or x.op.effect or x.op in CONTROL:
         return False
     same_place = x.outputs.index(a) == y.outputs.index(b) and len(x.inputs) == len(y.inputs)
@@ -270,7 +270,7 @@ def _joined(
 
 def _is_uniform(record: Record, x: Any) -> bool:
     """The same number everywhere, however many there are."""
-    eqn = record.made.get(x) if isinstance(x, Var) else None
+    eqn = record.producers.get(x) if isinstance(x, Var) else None
     return not isinstance(x, Var) or (eqn is not None and eqn.op is o.full)
 
 

@@ -24,7 +24,7 @@ def sample(tracer: Tracer, x: torch.Tensor) -> torch.Tensor:
         stack = [var]
         while stack:
             v = stack[-1]
-            eqn = tracer.made.get(v)
+            eqn = tracer.producers.get(v)
             if v in values:
                 stack.pop()
             elif v in inputs or eqn is None or eqn.op in CONTROL or eqn.op.effect or eqn.op.by_rank:

@@ -129,13 +129,13 @@ class Watched:
     def read(self) -> Any:
         if isinstance(self.object, types.CellType):
             return {None: Slot(self.object, None, "").get()}
-        return self.object.copy()
+        return list.copy(self.object) if isinstance(self.object, list) else self.object.copy()
 
     def replace(self, new: Any) -> None:
         if isinstance(self.object, types.CellType):
             Slot(self.object, None, "").set(new[None])
         elif isinstance(self.object, list):
-            self.object[:] = new
+            list.__setitem__(self.object, slice(None), new)
         else:
             self.object.clear()
             self.object.update(new)
@@ -210,7 +210,7 @@ class Objects:
         elif isinstance(value, (list, tuple)):
             if isinstance(value, list):
                 self.boxes[id(value)] = Watched(name, value)
-            for i, item in enumerate(value):
+            for i, item in enumerate(list.copy(value) if isinstance(value, list) else value):
                 self.visit(f"{name}[{i}]", item, depth + 1)
         elif isinstance(value, dict):
             self._dict(name, value, depth, attributes=False)

@@ -8,6 +8,7 @@ dispatch starts below it.  What was traced so far is its record (`record.py`).
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,7 +30,8 @@ from mycel.ops import RULES, o
 from mycel.ops.opaque import encode, output_mask
 from mycel.ops.python_calls import PythonCall
 
-TRACING: list[Tracer] = []  # captures under way
+TRACING: list[Tracer] = []  # captures under way, all of them of one thread
+CAPTURING = threading.RLock()  # of the thread that captures: it has torch do other things meanwhile
 KEY = Var("key", Type(torch.int64, ()))
 SPECIAL: dict[
     Any, Callable[..., Any]
@@ -63,12 +65,18 @@ class Patch:
             setattr(self.owner, self.name, self.plain)
 
 
+def is_traced_here() -> bool:
+    """Does this thread capture, rather than another beside it?"""
+    return bool(TRACING) and TRACING[-1].thread == threading.get_ident()
+
+
 class Tracer(Record):
     """Turns torch calls into equations of its record; knows module calls and random draws."""
 
     def __init__(self, device: torch.device, places: Reachable) -> None:
         super().__init__(device, places)
         self._arguments: list[torch.Tensor] = []  # of the rule that is applied
+        self.thread = threading.get_ident()  # other threads run meanwhile, and what they do is not traced
         self.mode: Any = None  # the dispatch mode that feeds this tracer
         self.islands: dict[Any, BaseException] = {}  # calls that stay Python, by their keys, and why (`island.py`)
         self.python_calls: list[PythonCall] = []  # those that were made
@@ -119,11 +127,28 @@ class Tracer(Record):
             return NotImplemented
         before = len(self.eqns)
         with self._misfits(func, args, kwargs):
-            out = self.apply(rule, args, kwargs)
+            try:
+                out = self.apply(rule, args, kwargs)
+            except CaptureError as e:
+                known = self._read_numbers(args) if isinstance(e.__cause__, IRError) else args
+                if all(a is b for a, b in zip(known, args, strict=True)):
+                    raise
+                self.undo(before)
+                out = self.apply(rule, known, kwargs)
         if out is NotImplemented:
             self.undo(before)
             return NotImplemented
         return self.wrap(out)
+
+    def _read_numbers(self, args: Sequence[Any]) -> list[Any]:
+        """Arguments with the numbers that 0-dim tensors among them are known to be, or are facts: torch reads sizes and
+        places of them."""
+        read = list(args)
+        for i, x in enumerate(args[1:], 1):
+            if isinstance(x, torch.Tensor) and x.ndim == 0 and not x.is_floating_point() and not x.is_complex():
+                value = self.fact(x)
+                read[i] = x if value is None else int(value)
+        return read
 
     @contextlib.contextmanager
     def _misfits(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[None]:
@@ -209,7 +234,7 @@ class Tracer(Record):
             self.here()
             if func is torch.ops.aten.nonzero.default and self._may_choose(args[0]):
                 self.picks_rows = True
-                if any(eqn.op is o.topk for eqn in self.made.values()):
+                if any(eqn.op is o.topk for eqn in self.producers.values()):
                     self.expert_loops.add(self.source)
                 with self:
                     return self.wrap(places(self, self.value(args[0]), self.source))
@@ -223,14 +248,34 @@ class Tracer(Record):
 
     def opened(self, x: torch.Tensor, key: Any) -> tuple[torch.Tensor, Any]:
         """The operand and key of a subscript, without integers that are tensors."""
-        return open_key(x, key, lambda n: self.concrete(n) is None, self._select_at)
+        return open_key(x, key, lambda n: self.concrete(n) is None, self._select_at, self._window_at)
+
+    def _window_at(self, x: torch.Tensor, key: slice, dim: int) -> torch.Tensor | None:
+        """x[n : n + size] along a dim; None where the size is not known."""
+        (start, first), (stop, last) = self._offset(key.start), self._offset(key.stop)
+        if start is not stop or not 0 <= last - first <= x.shape[dim]:
+            return None
+        return self._viewed(x, lambda source: o.window_at(source, self.value(key.start), dim=dim, size=last - first))
+
+    def _offset(self, n: torch.Tensor) -> tuple[Var, int]:
+        """A number as another one and what is added to that."""
+        var, more = self.cell(n).read(), 0
+        while (eqn := self.producers.get(var)) is not None and eqn.op in (o.add, o.sub):
+            base, step = eqn.inputs if isinstance(eqn.inputs[0], Var) else eqn.inputs[::-1]
+            if not isinstance(base, Var) or type(step) is not int or (eqn.op is o.sub and base is not eqn.inputs[0]):
+                break
+            var, more = base, more + (step if eqn.op is o.add else -step)
+        return var, more
 
     def _select_at(self, x: torch.Tensor, index: torch.Tensor, dim: int) -> torch.Tensor:
+        return self._viewed(x, lambda source: o.select_at(source, self.value(index), dim=dim))
+
+    def _viewed(self, x: torch.Tensor, view: Callable[[Var], Any]) -> torch.Tensor:
         self.here()
         before, base = len(self.eqns), self.cell(x)
         with self:
             source = base.read()
-            out = o.select_at(source, self.value(index), dim=dim)
+            out = view(source)
         return Traced.make(view_cells(base, source, self.eqns[before:], [out])[0], self)
 
     def _places(self, indices: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -285,7 +330,7 @@ class Tracer(Record):
         """The value that an operator of this name needs to know its shape."""
         value = self.fact(x)
         if value is None:
-            raise refuse_dynamic(name, routed=any(eqn.op is o.topk for eqn in self.made.values()))
+            raise refuse_dynamic(name, routed=any(eqn.op is o.topk for eqn in self.producers.values()))
         return value
 
     def _view(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], before: int, out: Any) -> Any:

@@ -19,11 +19,13 @@ import torch
 
 from mycel.capture.caches import is_static_cache
 from mycel.capture.fence import refuse
+from mycel.capture.maybe_items import LoopItems, MaybeItem, refuse_item
 
 
 @dataclass(frozen=True)
 class Tree:
-    """kind: leaf | number | static | tuple | list | named | struct | dict | output | object.
+    """kind: leaf | number | static | tuple | list | named | struct | dict | output | object, and of items whose number
+    depends on values, maybe (a value, and is it there) | rows (of a loop, and which are).
 
     `key` holds what identifies it: the value, the class, or (class or empty mapping, keys).
     """
@@ -48,6 +50,8 @@ class Tree:
                 return self.key(*parts)
             case "struct":
                 return self.key(parts)
+            case "maybe" | "rows":
+                return self.key(*parts)
         template, names = self.key
         return rebuild(template, names, parts)
 
@@ -60,6 +64,8 @@ class Tree:
             names = self.key[1]
         elif self.kind == "named":
             names = self.key._fields
+        elif self.kind in ("maybe", "rows"):
+            names = ["items", "there"]
         for name, child in zip(names, self.children, strict=True):
             yield from child.paths(f"{prefix}.{name}" if prefix else str(name))
 
@@ -80,15 +86,15 @@ class Tree:
 LEAF = Tree("leaf")
 
 
-def flatten(value: Any, leaves: list[torch.Tensor], objects: bool = False) -> Tree:
+def flatten(value: Any, leaves: list[torch.Tensor], objects: bool = False, varying: bool = False) -> Tree:
     """The tree of `value`; its tensors are appended to `leaves`.  With `objects`, other objects that hold tensors are
-    opened too; a static cache always is."""
+    opened too; a static cache always is.  `varying`: items of lists may be there or not."""
     if isinstance(value, torch.Tensor):
         leaves.append(value)
         return LEAF
 
     def inner(parts: Iterable[Any]) -> tuple[Tree, ...]:
-        return tuple(flatten(p, leaves, objects) for p in parts)
+        return tuple(flatten(p, leaves, objects, varying) for p in parts)
 
     if hasattr(type(value), "n_sequence_fields"):  # torch.return_types.max and its like
         return Tree("struct", type(value), inner(value))
@@ -97,10 +103,12 @@ def flatten(value: Any, leaves: list[torch.Tensor], objects: bool = False) -> Tr
             Tree("named", type(value), inner(value)) if hasattr(value, "_fields") else Tree("tuple", None, inner(value))
         )
     if type(value) is list:
-        return Tree("list", None, inner(value))
+        return Tree("list", None, tuple(_item(x, leaves, objects) if varying else inner([x])[0] for x in value))
     if isinstance(value, (dict, collections.UserDict)):
         kind = "output" if dataclasses.is_dataclass(value) else "dict"
         return Tree(kind, (_empty(value), tuple(value.keys())), inner(value.values()))
+    if objects and isinstance(value, MaybeItem):
+        raise refuse_item("they are returned, kept or given to code that is not captured", value)
     cache = is_static_cache(value)
     is_data = dataclasses.is_dataclass(value) and not isinstance(value, type)
     if is_data or cache or (objects and holds_tensors(value)):
@@ -112,6 +120,19 @@ def flatten(value: Any, leaves: list[torch.Tensor], objects: bool = False) -> Tr
             )
         return Tree("object", (type(value), tuple(fields)), inner(fields.values()))
     return Tree("static", value)
+
+
+def _item(item: Any, leaves: list[torch.Tensor], objects: bool) -> Tree:
+    """The tree of an item of a list, with the tensor that tells whether it is there."""
+    if not isinstance(item, MaybeItem):
+        return flatten(item, leaves, objects, varying=True)
+    how = functools.partial(type(item), name=item.name, source=item.source)
+    if isinstance(item, LoopItems):
+        leaves += [item.value, item.mask()]
+        return Tree("rows", functools.partial(how, is_number=item.is_number), (LEAF, LEAF))
+    value = flatten(item.value, leaves, objects, varying=True)
+    leaves.append(item.there)
+    return Tree("maybe", how, (value, LEAF))
 
 
 def rebuild(template: Any, names: Sequence[Any], parts: Sequence[Any]) -> Any:

@@ -21,7 +21,7 @@ from mycel.ir.op import BUILDERS, Op
 from mycel.ir.program import NAN, RESERVED, Atom, Block, Eqn, Params, Ref, Var
 from mycel.ir.types import NAMES, Type
 
-_NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)*", re.ASCII)
+_NAME = re.compile(r"(?:\d+(?:\.\w+)*\.)?[A-Za-z_]\w*(?:\.\w+)*", re.ASCII)  # as the text has them
 
 
 class Builder:

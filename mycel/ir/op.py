@@ -20,6 +20,8 @@ What the fields mean
   expand    the meaning in smaller operators, on the same arguments: its reference, and its gradient if there is no vjp
   pieces    the same where a compiler merges them with what is around: so that backward can keep what is dear of it, and
             compute the rest again
+  followed  how many of its first results torch's autograd follows through its kernel; default: all.  Where code that
+            torch records uses others, its `expand` takes its place
   write     marks a view; (x, new_outputs, *other inputs, **params) -> x with the viewed part replaced
   fresh     its results are always new memory, shared with no operand
   into      its (last) result written over operand i, as Python: one template for each operand that may be,
@@ -64,6 +66,8 @@ What the fields mean
   of_rows   what it is of rows of which only some count (capture/rows.py), where zeros before a sum or the least before
             a maximum do not say it: (at, *inputs, **params) -> outputs
   for_ranks it is one operator so that ranks can share it; where there are none its `expand` takes its place
+  opens     ranks share it whole; of what each of them runs its `expand` takes its place, so that what several equations
+            do to the same operand is done once
   effect    it is run for what it does, not for its value: never left out
   defaults  of static params; read from the kernel's signature where they are not given
   examples  argument lists the laws run on, e.g. "f[2,3], i64[3]<5, dim=1" (grammar in tests/examples.py)
@@ -137,6 +141,7 @@ class Op:
     share: Callable[..., float] | None = None
     expand: Callable[..., Any] | None = None
     pieces: Callable[..., Any] | None = None
+    followed: int | None = None
     write: Callable[..., Any] | None = None
     effect: bool = False
     examples: Sequence[str] = ()
@@ -166,6 +171,7 @@ class Op:
     python: bool = False
     by_rank: bool = False
     for_ranks: bool = False
+    opens: bool = False
     of_rows: Callable[..., Any] | None = None
     collective: Collective | None = None
     transfers: bool = False

@@ -3,6 +3,7 @@
 from mycel.lower.compress import compress
 from mycel.lower.distribute import Distributed, distribute, settled
 from mycel.lower.explain import explain, proved, schedule_text, sent, sent_text
+from mycel.lower.forward_stages import forward_stages
 from mycel.lower.hoist import hoist
 from mycel.lower.lowered import (
     Lowered,
@@ -20,11 +21,11 @@ from mycel.lower.lowered import (
 from mycel.lower.offload import gradients_may_leave, hosted_updates, offload, split_updates, with_copies
 from mycel.lower.outer import SENT_AT, OuterMessage, outer_message, outer_messages, outer_role, rounds
 from mycel.lower.overlap import overlap
-from mycel.lower.places import connect, crossings, in_places
+from mycel.lower.places import PlaceWriter, connect, crossings, in_places
 from mycel.lower.price import Prices
 from mycel.lower.residency import reside
 from mycel.lower.stage_sums import plain_sums
-from mycel.lower.stages import Pipeline, pipelined, rank_programs, stage_parts
+from mycel.lower.stages import Pipeline, RankWriter, pipelined, rank_programs, stage_parts
 
 __all__ = [
     "SENT_AT",
@@ -32,13 +33,16 @@ __all__ = [
     "Lowered",
     "OuterMessage",
     "Pipeline",
+    "PlaceWriter",
     "Prices",
+    "RankWriter",
     "compress",
     "connect",
     "crossings",
     "distribute",
     "explain",
     "finished",
+    "forward_stages",
     "gradients_may_leave",
     "hoist",
     "hosted_updates",

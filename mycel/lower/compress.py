@@ -14,9 +14,9 @@ stay the same to the bit.
     powersgd(r)     p = (g + e) q for a random q, summed; its columns made orthonormal; (g + e)' p, summed; z is their
                     product, and r is g + e without what of it is in the span of p: two small all-reduces
 
-A part of a parameter that its rank has updated (`told`) is gathered likewise:
+A part of a parameter that its rank has updated (`shared_update`) is gathered likewise:
 
-    y, r = told(n, p, e, axes=("dp",), codec="int4")       c, r = encode_residual(n - p, e, codec="int4", …)
+    y, r = shared_update(n, p, e, axes=("dp",), …)         c, r = encode_residual(n - p, e, codec="int4", …)
     z = all_gather(y, axes=("dp",), …)             =>      z = w + decode(gather_chunks(c, axes=("dp",), …))
                                                            where p is this rank's own part of the parameter w
 
@@ -47,7 +47,7 @@ SECOND = 0x14057B7EF767814F  # between those of the two encodings
 
 def compress(program: Program) -> Program:
     """The local program with its compressed sums written out."""
-    if not any(e.op in (o.compressed, o.told) for e in program.main.eqns):
+    if not any(e.op in (o.compressed, o.shared_update) for e in program.main.eqns):
         return program
     return replace(program, blocks={**program.blocks, program.entry: _Compressed(program).block()})
 
@@ -99,7 +99,7 @@ class _Compressed:
         self.messages: dict[Var, Message] = {}  # by the partial sum
         self.again: dict[Eqn, Message] = {}  # gathers of parts of a sum that all ranks are sent whole
         # gathers of parameters that were written on encoded bytes, and what they bring; those whose turn has come
-        self.told: dict[Eqn, Callable[[], Atom]] = {}
+        self.shared: dict[Eqn, Callable[[], Atom]] = {}
         self.coming: dict[Var, Callable[[], Atom]] = {}
         # what is on its way to all ranks: the values to come, and of a part of one the collective that asked for it
         self.expected: dict[Var, tuple[Message, Eqn | None]] = {}
@@ -117,10 +117,10 @@ class _Compressed:
         first = eqn.inputs[0] if eqn.inputs else None
         if eqn.op is o.compressed:
             self.begun(eqn)
-        elif eqn.op is o.told:
+        elif eqn.op is o.shared_update:
             self.tell(eqn)
-        elif eqn in self.told:
-            self.coming[eqn.outputs[0]] = self.told.pop(eqn)
+        elif eqn in self.shared:
+            self.coming[eqn.outputs[0]] = self.shared.pop(eqn)
         elif isinstance(first, Var) and first in self.messages:
             self.ended(eqn)
         elif eqn.op is o.summed and first in self.expected:
@@ -196,7 +196,7 @@ class _Compressed:
             total = o.add(wide(w), wide(difference))
             return total if total.dtype == new.dtype else o.cast(total, dtype=new.dtype)
 
-        self.told[gathers[0]] = come
+        self.shared[gathers[0]] = come
 
     def with_share(self, eqn: Eqn) -> Eqn:
         """What is the same on all ranks (m), shared out among them: g + m / count."""

@@ -76,7 +76,7 @@ class _Encoding:
             assert first is not None
             p = eqn.params
             rows = o.gather_chunks(self.encoded(first), axes=p["axes"], count=p["count"])
-            self.values[eqn.outputs[0]] = self.joined(rows, first, p["count"], p["dim"], p["size"])
+            self.values[eqn.outputs[0]] = self.concatenated(rows, first, p["count"], p["dim"], p["size"])
         else:
             self.b.eqns.append(substitute(eqn, self.values))
 
@@ -113,13 +113,13 @@ class _Encoding:
             assert isinstance(x, Var)
             is_encoded = i in codes
             self.values[y] = (
-                self.joined(rows[i], x, p["count"], p["dims"][i], p["sizes"][i]) if is_encoded else next(others)
+                self.concatenated(rows[i], x, p["count"], p["dims"][i], p["sizes"][i]) if is_encoded else next(others)
             )
 
     def encoded(self, x: Var) -> Any:
         return o.encode(self.values.get(x, x), None, codec=self.codecs[x], rows=1, row=math.prod(x.shape))
 
-    def joined(self, rows: Any, x: Var, count: int, dim: int, size: int) -> Any:
+    def concatenated(self, rows: Any, x: Var, count: int, dim: int, size: int) -> Any:
         whole = joined_parts(rows, self.codecs[x], x.shape, count, dim, size)
         return whole if x.dtype == torch.float32 else o.cast(whole, dtype=x.dtype)
 

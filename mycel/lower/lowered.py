@@ -2,7 +2,9 @@
 
 distribute   local types, explicit collectives (on one device nothing to do)
 compress     sums of gradients on encoded bytes, rows of experts likewise
+once         what several equations do to the same operand
 reside       what forward does not keep, backward computes again
+fp8_gates    gates that are computed in 8 bits at once
 hoist        what blocks gather, their callers gather
 fuse         updates of many parameters in one
 outline      stretches between calls that are compiled as one
@@ -101,11 +103,9 @@ def local_of(
 ) -> Program:
     """What is left to a rank of a program; `simplified`, where nothing is.  `keep`: blocks that are called as they
     are.  `rows`: the codec of rows that travel to experts."""
-    if spread is None and not simplified:
-        return program
     if spread is None:
-        return check(transform.simplify(program))
-    local = check(transform.simplify(check(compress(spread.local)), ranks=True, keep=keep))
+        return check(transform.once(transform.simplify(program) if simplified else program))
+    local = check(transform.once(transform.simplify(check(compress(spread.local)), ranks=True, keep=keep)))
     return check(encode_rows_of_experts(local, rows)) if rows else local
 
 
@@ -113,7 +113,7 @@ def local_of_place(program: Program, spread: Distributed | None) -> Program:
     """What is left to a rank of the program of a place, but for the pieces of its messages: the steps of its stages
     stay blocks."""
     if spread is None:
-        return program
+        return check(transform.once(program))
     steps = [eqn.params["block"] for eqn in program.main.eqns if eqn.op is call]
     return check(transform.fuse(hoist(local_of(program, spread, keep=steps))))
 
@@ -121,7 +121,7 @@ def local_of_place(program: Program, spread: Distributed | None) -> Program:
 def with_residuals(local: Program, residuals: Residuals, spread: Distributed | None, is_woven: bool = False) -> Program:
     """What is kept for backward, and the order that follows from it; `is_woven`: microbatches are, or stages are cut,
     and messages to experts begin there or not at all."""
-    resident = reside(local, residuals)
+    resident = check(transform.fp8_gates(reside(local, residuals)))
     if spread is None:
         return check(transform.fuse(resident))
     ordered = check(transform.fuse(hoist(resident)))

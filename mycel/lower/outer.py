@@ -95,7 +95,7 @@ def outer_message(
     whole = check(overlap(check(compress(writer.exchanged()))))
     if not policy.overlap:
         return OuterMessage(whole, None, whole)
-    return OuterMessage(whole, check(writer.taken()), *map(check, cut_where_it_waits(whole)))
+    return OuterMessage(whole, check(writer.sent()), *map(check, cut_where_it_waits(whole)))
 
 
 def rounds(count: int) -> list[tuple[int, ...]]:
@@ -140,7 +140,7 @@ class _Outer:
     def is_stepped(self, role: Role) -> bool:
         return self.policy.has_outer_step and role.kind == "parameter"
 
-    def taken(self) -> Program:
+    def sent(self) -> Program:
         """What is sent, from what is there."""
         self.fresh()
         for role, type in self.tensors.items():

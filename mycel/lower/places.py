@@ -24,8 +24,9 @@ from mycel.lower.stage_sums import apart
 from mycel.lower.stages import Pipeline, RankWriter, pipeline_of
 from mycel.ops import o
 from mycel.plan.across import Placed, transfers
+from mycel.plan.list_schedules import of_places
 from mycel.plan.places import PLACE_AXIS, Place, PlacedStages, placed_stages
-from mycel.plan.schedule import BACKWARD, FORWARD, StageCosts, StepGraph, of_places, read_orders
+from mycel.plan.schedule import BACKWARD, FORWARD, StageCosts, StepGraph, read_orders
 from mycel.plan.stages import StepFlow, refuse_shared_state
 from mycel.transform.dce import dce
 

@@ -48,7 +48,7 @@ class StageParts:
         for s in range(stages.stages):
             self._stage(s, splits)
         self._free()
-        self.made = {(s, v): kind for (kind, s), eqns in self.eqns.items() for _, e in eqns for v in e.outputs}
+        self.kinds = {(s, v): kind for (kind, s), eqns in self.eqns.items() for _, e in eqns for v in e.outputs}
         self.messages = self._messages()
         self.parts = {key: self._part(*key) for key in self.eqns if self.eqns[key]}
 
@@ -122,7 +122,7 @@ class StageParts:
                         if home is None or home == s or v in seen:
                             continue
                         seen.add(v)
-                        source = (self.made[home, v], home)
+                        source = (self.kinds[home, v], home)
                         between.setdefault((source, (kind, s)), []).append(v)
         return [StageMessage(source, target, tuple(values)) for (source, target), values in between.items()]
 

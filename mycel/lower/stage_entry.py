@@ -102,10 +102,10 @@ class PipelineEntry:
         self.program, self.body = self.parts.flow.program, self.parts.body
         self.main, self.by_role = self.program.main, self.program.by_role()
         self.homes = self._homes()
-        self.taken = [self._taken(r) for r in range(self.schedule.ranks)]
-        self.reads = [self._slice(r, list(indices), norm=False).inputs for r, indices in enumerate(self.taken)]
+        self.read = [self._read(r) for r in range(self.schedule.ranks)]
+        self.reads = [self._slice(r, list(indices), norm=False).inputs for r, indices in enumerate(self.read)]
         self.norm_of = self._made_by()
-        self.slices = [self._slice(r, [*self.taken[r], *self.wanted(r)]) for r in range(self.schedule.ranks)]
+        self.slices = [self._slice(r, [*self.read[r], *self.wanted(r)]) for r in range(self.schedule.ranks)]
 
     def _homes(self) -> list[int]:
         """The rank that has each result of the scan; -1: every rank that asks for it."""
@@ -120,7 +120,7 @@ class PipelineEntry:
                 homes.append(place[self.parts.of.get(x, stages.stages - 1)] if isinstance(x, Var) else -1)
         return homes
 
-    def _taken(self, rank: int) -> set[Var]:
+    def _read(self, rank: int) -> set[Var]:
         """Values of the entry that the steps of a rank read."""
         outer = self.body.outer
         inside = {

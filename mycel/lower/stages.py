@@ -34,18 +34,20 @@ from mycel.lower.stage_sums import apart, behind_loop, cut_at
 from mycel.ops import o
 from mycel.ops.gradient_norm import OVER_STAGES
 from mycel.plan.schedule import FORWARD, PipelineSchedule, StageStep
+from mycel.plan.stages import roles_of_inputs
 
 TURN = "next_part"  # what is carried from microbatch to microbatch by every rank: the key
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The program of each rank along the axis of stages; `owners`: the ranks that hold an input of the step, by
-    role."""
+    """The program of each rank along the axis of stages; `owners`: the ranks that hold an input of the step, by role;
+    `users`: of these, those whose forward steps read it."""
 
     programs: tuple[Program, ...]
     schedule: PipelineSchedule
     owners: Mapping[Role, tuple[int, ...]]
+    users: Mapping[Role, tuple[int, ...]]
     derived: Mapping[str, str]  # blocks that were split -> the block they come from
 
 
@@ -78,7 +80,16 @@ def pipeline_of(
     owners = {
         program.role(v): tuple(r for r, roles in held.items() if program.role(v) in roles) for v in program.inputs
     }
-    return Pipeline(programs, schedule, owners, parts.splitter.derived)
+    return Pipeline(programs, schedule, owners, _users(parts, schedule), parts.splitter.derived)
+
+
+def _users(parts: StageParts, schedule: PipelineSchedule) -> dict[Role, tuple[int, ...]]:
+    """The ranks whose forward steps read an input of the step."""
+    roles, users = roles_of_inputs(parts.flow), dict[Role, set[int]]()
+    for v, stages in parts.stages.users.items():
+        for role in roles.get(v, ()):
+            users.setdefault(role, set()).update(schedule.place[s] for s in stages)
+    return {role: tuple(sorted(ranks)) for role, ranks in users.items()}
 
 
 class RankWriter:
@@ -230,9 +241,11 @@ class RankWriter:
         v = self.body.eqn.outputs[j]
         if (j, v) in self.pieces:
             return self.pieces[j, v]
+        phase, self.b.phase = self.b.phase, "backward"  # what is made of it behind the loop is of the backward
         with self.b:
             rows = [o.reshape(x, shape=(1, *v.shape[1:])) for x in self.rows[j]]
-            self.pieces[j, v] = o.cat(*rows, dim=0)
+            self.pieces[j, v] = o.cat(*rows, dim=0) if len(rows) > 1 else rows[0]
+        self.b.phase = phase
         return self.pieces[j, v]
 
     # -- the loop

@@ -154,6 +154,7 @@ def silu_slope(x):
     flops=lambda d: 8 * d.rows,
     fresh=True,
     linear=((0,),),
+    followed=0,
     examples=["f[2,3], f[2,3]"],
 )
 def silu_grad(g, x):
@@ -184,6 +185,7 @@ def mish_slope(x):
     "..., ... -> ...",
     expand=lambda g, x: o.mul(g, mish_slope(x)),
     flops=lambda d: 12 * d.rows,
+    followed=0,
     examples=["f[2,3], f[2,3]"],
 )
 def mish_grad(g, x):

@@ -10,8 +10,13 @@ columns 0 … i, `window=(before, behind)` columns i - before … i + behind.  A
 lse = -inf.  With `cap` scores are cap tanh(s / cap) before they are masked; with `draws`, the counts at which rows
 draw (`row_counts`), weights are dropped with probability `dropout`, as `drop_rows` does.
 
+Documents: with `rows[b, q, i]` and `columns[b, k, i]`, integers, a row sees a column only if these agree in every i,
+and if structure or a bool mask lets it.  That says documents packed into one sequence, padding (rows 1, columns 1 or 0)
+and both together.  How many pairs this leaves is data: it is priced as a mask of all pairs is, which is the worst case.
+
 Each kernel takes torch's fused one where its limits allow, one of ours on GPUs where scores are capped or weights
-dropped, else plain products; a window without such a kernel goes a block of rows at a time, with the columns these see.
+dropped, else plain products; a window without such a kernel goes a block of rows at a time, with the columns these see,
+and so do documents on a CPU (`packed_attention.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +28,8 @@ import torch
 from mycel.ir import SplitRule, is_float, op
 from mycel.ops.attention_kernels import (
     added_mask_grad,
+    document_attention,
+    document_attention_grad,
     masked_attention,
     masked_attention_grad,
     window_attention,
@@ -46,35 +53,50 @@ def _mask_dims(mask, k, columns="c^"):
     return " ".join("1" if n == 1 else name for n, name in zip(mask.shape, names, strict=True))
 
 
-def attention_dims(q, k, v, mask, draws=None, *, causal=False, scale=None, window=None, cap=None, dropout=0.0):
+def attention_dims(
+    q, k, v, mask, draws=None, rows=None, columns=None, *,
+    causal=False, scale=None, window=None, cap=None, dropout=0.0,
+):  # fmt: skip
     """Batch, groups of heads and, unless rows see different columns, rows may be split."""
     if (causal, window is not None, mask is not None).count(True) > 1:
         raise ValueError("attention: causal, a window and a mask exclude each other")
     if window is not None and min(window) < 0:
         raise ValueError(f"attention: a window of {window[0]} columns before a row and {window[1]} behind it")
-    rows = "q^" if causal or window else "q"
-    given = f"b (g n) {rows} d^, b g k^ d^, b g k^ e^, {_mask_dims(mask, k)}{_draws_dims(draws)}"
-    return f"{given} -> b (g n) q e, b (g n) q"
+    q_letter = "q^" if causal or window else "q"
+    given = f"b (g n) {q_letter} d^, b g k^ d^, b g k^ e^, {_mask_dims(mask, k)}"
+    return f"{given}{_more_dims(mask, draws, rows, columns)} -> b (g n) q e, b (g n) q"
 
 
-def _draws_dims(draws):
-    return "" if draws is None else ", b (g n) q"
+def _more_dims(mask=None, draws=None, rows=None, columns=None):
+    """The dims of optional operands behind the others: counts, and documents."""
+    counts = "" if draws is None else "b (g n) q"
+    if (rows is None) != (columns is None):
+        raise ValueError("attention: documents of rows without those of columns, or the other way round")
+    if rows is None:
+        return counts and f", {counts}"
+    numbers = not is_float(rows.dtype) and not is_float(columns.dtype)
+    if not numbers or not rows.ndim == columns.ndim == 3 or not rows.shape[2]:
+        raise ValueError(f"attention: documents of {rows} and {columns}")
+    if mask is not None and mask.dtype != torch.bool:
+        raise ValueError("attention: documents beside a mask that is added")
+    return f", {counts}, b q i^, b k i^"
 
 
 def _grad_dims(
-    g, q, k, v, mask, y, lse, draws=None, *, causal=False, scale=None, window=None, cap=None, dropout=0.0
+    g, q, k, v, mask, y, lse, draws=None, rows=None, columns=None, *,
+    causal=False, scale=None, window=None, cap=None, dropout=0.0,
 ):  # fmt: skip
     whole = has_columns(mask) or draws is not None  # columns that are told apart
-    rows, columns = ("q^", "k^") if causal or window else ("q+", "k^" if whole else "k+")
-    given = f"b (g n+) {rows} e^, b (g n) q d^, b g {columns} d, b g k e, {_mask_dims(mask, k)}, b (g n) q e, b (g n) q"
-    return f"{given}{_draws_dims(draws)} -> b (g n) q d, b g k d, b g k e"
+    q_letter, k_letter = ("q^", "k^") if causal or window else ("q+", "k^" if whole else "k+")
+    given = f"b (g n+) {q_letter} e^, b (g n) q d^, b g {k_letter} d, b g k e, {_mask_dims(mask, k)}, b (g n) q e"
+    return f"{given}, b (g n) q{_more_dims(mask, draws, rows, columns)} -> b (g n) q d, b g k d, b g k e"
 
 
 def _mask_grad_dims(g, q, k, v, mask, y, lse, draws=None, *, scale=None, cap=None, dropout=0.0):
     dims = _mask_dims(mask, k, "k" if draws is None else "k^")
     columns = "k+" if draws is None else "k^"
     given = f"b+ (g+ n+) q+ e^, b (g n) q d^, b g {columns} d, b g k e, {dims}, b (g n) q e, b (g n) q"
-    return f"{given}{_draws_dims(draws)} -> {dims.replace('^', '')}"
+    return f"{given}{_more_dims(draws=draws)} -> {dims.replace('^', '')}"
 
 
 def forward_flops(d):
@@ -87,20 +109,22 @@ def _backward_flops(d):
     return 2 * d.b * d.g * d.n * d.q * d.k * (3 * d.d + 2 * d.e)
 
 
-def _rate(name, q, mask, causal=False, window=None, cap=None, dropout=0.0, **_):
-    """There are other kernels for what is causal, has a window, or a mask; for wide heads, which compute more for
-    each pair that is looked at; and where scores are changed or weights dropped."""
+def _rate(name, q, mask, draws=None, rows=None, columns=None, causal=False, window=None, cap=None, dropout=0.0, **_):
+    """There are other kernels for what is causal, has a window, or a mask, documents being one; for wide heads, which
+    compute more for each pair that is looked at; and where scores are changed or weights dropped."""
     kind = "_causal" if causal else "_window" if window is not None else "_masked" if mask is not None else ""
+    kind = kind if rows is None else "_masked"
     kind += "_wide" if q.shape[-1] > 64 else ""
     return f"{name}{kind}{'_dropped' if dropout else '_capped' if cap is not None else ''}"
 
 
-def _share(q, k, window):
-    """Of all pairs of rows and columns those in a window; all, where causal, whose rate is measured so."""
-    if window is None:
+def _share(q, k, draws=None, rows=None, columns=None, window=None, **_):
+    """Of all pairs of rows and columns those in a window; all, where causal, whose rate is measured so, and with
+    documents, of which nothing is known before they come."""
+    if window is None or rows is not None:
         return 1.0
-    rows, columns = q.shape[2], k.shape[2]
-    return (_pairs(rows, columns, window[1]) - _pairs(rows, columns, -window[0] - 1)) / max(rows * columns, 1)
+    n, m = q.shape[2], k.shape[2]
+    return (_pairs(n, m, window[1]) - _pairs(n, m, -window[0] - 1)) / max(n * m, 1)
 
 
 def _pairs(rows, columns, behind):
@@ -113,11 +137,15 @@ def _pairs(rows, columns, behind):
     return up_to(behind + rows) - up_to(behind)
 
 
-def _plain_scratch(scores):
-    """Bytes of so many times all scores, where these are changed or weights dropped by plain products: in 32 bits."""
+def _plain_scratch(scores, results=0):
+    """Bytes of so many times all scores, where these are changed or weights dropped by plain products: in 32 bits; of
+    the mask that documents are on GPUs, as bool and as what is added: in 16.  `results`: operands that are those of
+    forward."""
 
     def scratch(q, k, *rest, cap=None, dropout=0.0, **_):
         is_plain = q.dtype.itemsize >= 4 and (cap is not None or dropout > 0)
+        if len(rest) > 3 + results and q.dtype.itemsize == 2:
+            return q.shape[0] * q.shape[2] * k.shape[2] * 3
         return scores * math.prod(q.shape[:3]) * k.shape[2] * q.dtype.itemsize if is_plain else 0
 
     return scratch
@@ -173,21 +201,34 @@ def products_in_operators(q, k, scale, cap=None):
     return o.mul(t, cap), o.sub(1.0, o.mul(t, t))
 
 
-def masked_in_operators(s, mask, causal, window=None):
+def in_documents(rows, columns):
+    """Where rows and columns are of one document."""
+    seen = None
+    for i in range(rows.shape[2]):
+        row, column = (o.slice(x, dim=2, start=i, stop=i + 1) for x in (rows, columns))
+        row = o.reshape(row, shape=(rows.shape[0], 1, rows.shape[1], 1))
+        equal = o.eq(row, o.reshape(column, shape=(columns.shape[0], 1, 1, columns.shape[1])))
+        seen = equal if seen is None else o.logical_and(seen, equal)
+    return seen
+
+
+def masked_in_operators(s, mask, causal, window=None, rows=None, columns=None):
     """Scores with what is not seen at minus infinity, and what is added."""
-    rows, columns = s.shape[2:]
+    if rows is not None:
+        s = o.where(in_documents(rows, columns), s, -math.inf)
     if causal:
-        return o.where(below_diagonal(rows, columns), s, -math.inf)
+        return o.where(below_diagonal(*s.shape[2:]), s, -math.inf)
     if window is not None:
-        return o.where(in_window(rows, columns, window), s, -math.inf)
+        return o.where(in_window(*s.shape[2:], window), s, -math.inf)
     if mask is None:
         return s
     return o.where(mask, s, -math.inf) if mask.dtype == torch.bool else o.add(s, _cast(mask, s.dtype))
 
 
-def weights_in_operators(s, lse, mask, window=None):
+def weights_in_operators(s, lse, mask, window=None, rows=None):
     """exp(s - lse); a row that sees nothing has weights 0"""
-    lse = lse if mask is None and window is None else o.where(o.eq(lse, -math.inf), 0.0, lse)
+    sees = mask is None and window is None and rows is None
+    lse = lse if sees else o.where(o.eq(lse, -math.inf), 0.0, lse)
     return o.exp(o.sub(s, o.reshape(lse, shape=(*lse.shape, 1))))
 
 
@@ -196,21 +237,23 @@ def _dropped(p, draws, dropout):
 
 
 def _attention_in_operators(
-    q, k, v, mask, draws=None, *, causal=False, scale=None, window=None, cap=None, dropout=0.0
+    q, k, v, mask, draws=None, rows=None, columns=None, *,
+    causal=False, scale=None, window=None, cap=None, dropout=0.0,
 ):  # fmt: skip
-    s = masked_in_operators(products_in_operators(q, k, scale, cap)[0], mask, causal, window)
+    s = masked_in_operators(products_in_operators(q, k, scale, cap)[0], mask, causal, window, rows, columns)
     lse = o.logsumexp(s, dims=(3,), keepdim=False)
-    p = _dropped(weights_in_operators(s, lse, mask, window), draws, dropout)
+    p = _dropped(weights_in_operators(s, lse, mask, window, rows), draws, dropout)
     return _cast(o.matmul(p, repeated(_cast(v, s.dtype), q.shape[1])), q.dtype), lse
 
 
 def _score_cotangents(
-    g, g_lse, q, k, v, mask, y, lse, draws=None, *, causal=False, scale=None, window=None, cap=None, dropout=0.0
+    g, g_lse, q, k, v, mask, y, lse, draws=None, rows=None, columns=None, *,
+    causal=False, scale=None, window=None, cap=None, dropout=0.0,
 ):  # fmt: skip
     """(weights, dropped; cotangent of masked scores; and of those before they were capped)"""
     s, slope = products_in_operators(q, k, scale, cap)
-    s = masked_in_operators(s, mask, causal, window)
-    p = weights_in_operators(s, lse, mask, window)
+    s = masked_in_operators(s, mask, causal, window, rows, columns)
+    p = weights_in_operators(s, lse, mask, window, rows)
     cotangent = None if g_lse is None else o.reshape(g_lse, shape=(*g_lse.shape, 1))
     if g is not None:
         g = _cast(g, s.dtype)
@@ -221,8 +264,8 @@ def _score_cotangents(
     return _dropped(p, draws, dropout), ds, ds if slope is None else o.mul(ds, slope)
 
 
-def _grad_in_operators(g, q, k, v, mask, y, lse, *draws, g_lse=None, **how):
-    p, _, ds = _score_cotangents(g, g_lse, q, k, v, mask, y, lse, *draws, **how)
+def _grad_in_operators(g, q, k, v, mask, y, lse, *more, g_lse=None, **how):
+    p, _, ds = _score_cotangents(g, g_lse, q, k, v, mask, y, lse, *more, **how)
     factor = q.shape[3] ** -0.5 if how.get("scale") is None else how["scale"]
     dq = o.mul(o.matmul(ds, repeated(_cast(k, p.dtype), q.shape[1])), factor)
     dk = o.mul(o.matmul(swap(ds), _cast(q, p.dtype)), factor)
@@ -234,16 +277,16 @@ def _mask_grad_in_operators(g, q, k, v, mask, y, lse, *draws, g_lse=None, **how)
     return unbroadcast(_score_cotangents(g, g_lse, q, k, v, mask, y, lse, *draws, **how)[1], mask)
 
 
-def _attention_vjp(g, y, q, k, v, mask, *draws, **how):
+def _attention_vjp(g, y, q, k, v, mask, *more, **how):
     gy, g_lse = g
     learned = mask is not None and is_float(mask.dtype)
     masking = {name: x for name, x in how.items() if name in ("scale", "cap", "dropout")}
-    nothing = (None,) * len(draws)
+    nothing = (None,) * len(more)
     if g_lse is not None:
-        dmask = _mask_grad_in_operators(gy, q, k, v, mask, *y, *draws, **masking, g_lse=g_lse) if learned else None
-        return *_grad_in_operators(gy, q, k, v, mask, *y, *draws, **how, g_lse=g_lse), dmask, *nothing
-    dmask = attention_mask_grad(gy, q, k, v, mask, *y, *draws, **masking) if learned else None
-    return *attention_grad(gy, q, k, v, mask, *y, *draws, **how), dmask, *nothing
+        dmask = _mask_grad_in_operators(gy, q, k, v, mask, *y, *more, **masking, g_lse=g_lse) if learned else None
+        return *_grad_in_operators(gy, q, k, v, mask, *y, *more, **how, g_lse=g_lse), dmask, *nothing
+    dmask = attention_mask_grad(gy, q, k, v, mask, *y, *more, **masking) if learned else None
+    return *attention_grad(gy, q, k, v, mask, *y, *more, **how), dmask, *nothing
 
 
 @op(
@@ -252,9 +295,10 @@ def _attention_vjp(g, y, q, k, v, mask, *draws, **how):
     vjp=_attention_vjp,
     expand=_attention_in_operators,
     flops=forward_flops,
-    share=lambda q, k, *_, window=None, **__: _share(q, k, window),
+    share=lambda q, k, v, mask, *more, **how: _share(q, k, *more, **how),
     parts={"q": SplitRule(attention_rows, uneven=True), "q k": SplitRule(attention_ring, uneven=True)},
     scratch=_plain_scratch(3),
+    followed=1,
     examples=[
         "f[2,4,6,8], f[2,4,3,8], f[2,4,3,8], None", "f[2,4,6,8], f[2,2,6,8], f[2,2,6,8], None, causal=True",
         "f[2,4,6,8], f[2,1,3,8], f[2,1,3,8], bool[2,1,6,3], scale=0.3", "f[2,2,6,8], f[2,2,4,8], f[2,2,4,8], f[2,6,4]",
@@ -265,11 +309,25 @@ def _attention_vjp(g, y, q, k, v, mask, *draws, **how):
         "f[2,4,6,8], f[2,2,6,8], f[2,2,6,8], None, causal=True, cap=2.0",
         "f[2,2,6,4], f[2,2,4,4], f[2,2,4,4], bool[2,1,1,4], i64[2,2,6], dropout=0.4",
         "f[1,4,6,4], f[1,2,6,4], f[1,2,6,4], None, i64[1,4,6], window=(2, 1), cap=3.0, dropout=0.2",
+        (
+            "f[2,4,4,8], f[2,2,4,8], f[2,2,4,8], None, None, i64[2,4,1]=0 0 1 1 2 3 3 2, i64[2,4,1]=0 0 1 1 2 3 3 2, "
+            "causal=True"
+        ),
+        (
+            "f[1,2,4,4], f[1,2,3,4], f[1,2,3,4], bool[4,1]=1 1 1 1, i64[1,2,4], i64[1,4,2]=0 1 5 1 0 1 5 1, "
+            "i64[1,3,2]=0 1 5 1 5 0, dropout=0.4"
+        ),
     ],
-    product=True, rate=lambda q, k, v, mask, *_, **how: _rate("attention", q, mask, **how), apart=True, precision="low",
+    product=True, apart=True, precision="low",
+    rate=lambda q, k, v, mask, *more, **how: _rate("attention", q, mask, *more, **how),
 )  # fmt: skip
-def attention(q, k, v, mask, draws=None, *, causal=False, scale=None, window=None, cap=None, dropout=0.0):
+def attention(
+    q, k, v, mask, draws=None, rows=None, columns=None, *,
+    causal=False, scale=None, window=None, cap=None, dropout=0.0,
+):  # fmt: skip
     """(softmax(q kᵀ · scale + mask) v, log-sum-exp of the scores)"""
+    if rows is not None:
+        return document_attention(q, k, v, mask, draws, rows, columns, causal, scale, window, cap, dropout)
     if window is not None:
         return window_attention(q, k, v, scale, window, cap, draws, dropout)
     return masked_attention(q, k, v, mask, causal, scale, cap, draws, dropout)
@@ -280,13 +338,14 @@ def attention(q, k, v, mask, draws=None, *, causal=False, scale=None, window=Non
     dtype=tuple(lambda *types, at=at: types[at].dtype for at in (1, 2, 3)),
     expand=_grad_in_operators,
     flops=_backward_flops,
-    share=lambda g, q, k, *_, window=None, **__: _share(q, k, window),
+    share=lambda g, q, k, v, mask, y, lse, *more, **how: _share(q, k, *more, **how),
     linear=((0,),),
-    scratch=lambda g, *rest, **how: _plain_scratch(5)(*rest, **how),
+    scratch=lambda g, *rest, **how: _plain_scratch(5, results=2)(*rest, **how),
     parts={
         "q": SplitRule(attention_grad_rows, partial="+", uneven=True),
         "q k": SplitRule(attention_grad_ring, uneven=True),
     },
+    followed=0,
     examples=[
         "f64[2,4,6,8], f64[2,4,6,8], f64[2,4,3,8], f64[2,4,3,8], None, f64[2,4,6,8], f64[2,4,6]>4",
         "f64[2,4,6,8], f64[2,4,6,8], f64[2,2,6,8], f64[2,2,6,8], None, f64[2,4,6,8], f64[2,4,6]>4, causal=True",
@@ -299,15 +358,27 @@ def attention(q, k, v, mask, draws=None, *, causal=False, scale=None, window=Non
             "f64[2,2,6,8], f64[2,2,6,8], f64[2,2,4,8], f64[2,2,4,8], bool[2,1,1,4], f64[2,2,6,8], f64[2,2,6]>4, "
             "i64[2,2,6], cap=3.0, dropout=0.4"
         ),
+        (
+            "f64[2,4,6,8], f64[2,4,6,8], f64[2,2,6,8], f64[2,2,6,8], None, f64[2,4,6,8], f64[2,4,6]>4, None, "
+            "i64[2,6,1]<3, i64[2,6,1]<3, causal=True"
+        ),
+        (
+            "f64[2,2,6,8], f64[2,2,6,8], f64[2,2,4,8], f64[2,2,4,8], None, f64[2,2,6,8], f64[2,2,6]>4, None, "
+            "i64[2,6,2]<2, i64[2,4,2]<2"
+        ),
     ],
     product=True,
-    rate=lambda g, q, k, v, mask, *_, **how: _rate("attention_grad", q, mask, **how),
+    rate=lambda g, q, k, v, mask, y, lse, *more, **how: _rate("attention_grad", q, mask, *more, **how),
     apart=True,
 )
 def attention_grad(
-    g, q, k, v, mask, y, lse, draws=None, *, causal=False, scale=None, window=None, cap=None, dropout=0.0
+    g, q, k, v, mask, y, lse, draws=None, rows=None, columns=None, *,
+    causal=False, scale=None, window=None, cap=None, dropout=0.0,
 ):  # fmt: skip
     """Cotangents of q, k and v."""
+    if rows is not None:
+        how = causal, scale, window, cap, dropout
+        return document_attention_grad(g, q, k, v, mask, y, lse, draws, rows, columns, *how)
     if window is not None:
         return window_attention_grad(g, q, k, v, y, lse, scale, window, cap, draws, dropout)
     return masked_attention_grad(g, q, k, v, mask, y, lse, causal, scale, cap, draws, dropout)
@@ -318,7 +389,7 @@ def attention_grad(
     dtype=lambda *types: types[4].dtype,
     expand=_mask_grad_in_operators,
     flops=forward_flops,
-    scratch=lambda g, *rest, **how: _plain_scratch(4)(*rest, **how),
+    scratch=lambda g, *rest, **how: _plain_scratch(4, results=2)(*rest, **how),
     linear=((0,),),
     examples=[
         "f64[2,2,6,8], f64[2,2,6,8], f64[2,2,4,8], f64[2,2,4,8], f64[2,6,4], f64[2,2,6,8], f64[2,2,6]>4",

@@ -5,6 +5,8 @@
     cpu                        torch's fused one there
     plain                      products in the wide dtype
     window                     flash where it can; else blocks of rows, each with the columns it sees, by those above
+    documents                  on a CPU each document, or a few small ones, by those above (`packed_attention.py`); on
+                               GPUs a mask
 
 Copied into generated code by what `attention.py` calls: functions of tensors alone.
 """
@@ -18,6 +20,9 @@ import torch
 from mycel.ops.random import keeps
 
 FEWEST_ROWS = 64  # of a block
+# Tiled kernels take documents on GPUs; else these are a mask there.  They equal plain products in Triton's interpreter
+# (tests/test_tiled_documents.py) and compile for an H200, on which they have not been run.
+TILED_DOCUMENTS = False
 
 
 def _route(q, k, v, mask, causal, changed=False):
@@ -149,17 +154,18 @@ def masked_attention(q, k, v, mask, causal, scale, cap=None, draws=None, dropout
     return y, lse if mask is None else lse.masked_fill(~_seeing(mask), -math.inf)
 
 
-def _tiled(q, k, v, mask, draws, numbers):
+def _tiled(q, k, v, mask, draws, numbers, rows=None, columns=None):
     from mycel.ops.triton_attention import tiled_attention
 
-    return tiled_attention(_dense(q), _dense(k), _dense(v), mask, draws, *numbers)
+    return tiled_attention(_dense(q), _dense(k), _dense(v), mask, draws, rows, columns, *numbers)
 
 
-def _tiled_grad(g, q, k, v, mask, y, lse, draws, numbers):
+def _tiled_grad(g, q, k, v, mask, y, lse, draws, numbers, rows=None, columns=None):
     from mycel.ops.triton_attention import tiled_attention_grad
 
     share = (g.float() * y.float()).sum(3)
-    return tiled_attention_grad(_dense(g), _dense(q), _dense(k), _dense(v), mask, draws, share, lse, *numbers)
+    operands = _dense(g), _dense(q), _dense(k), _dense(v), mask, draws, rows, columns
+    return tiled_attention_grad(*operands, share, lse, *numbers)
 
 
 def _plain_grad(g, q, k, v, mask, y, lse, causal, scale, cap, draws, dropout):
@@ -315,3 +321,55 @@ def window_attention_grad(g, q, k, v, y, lse, scale, window, cap=None, draws=Non
         dk[:, :, first:last] += more_k
         dv[:, :, first:last] += more_v
     return torch.cat(dqs, 2), dk.to(k.dtype), dv.to(v.dtype)
+
+
+# -- documents
+
+
+def _is_packed(q, k, v):
+    """On a CPU, and nothing that torch's autograd is to follow: documents are looked at."""
+    traced = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    return q.device.type == "cpu" and not traced and 0 not in (*q.shape, *k.shape)
+
+
+def _document_mask(q, k, mask, rows, columns, causal, window):
+    """Documents, structure and a bool mask as one mask of all pairs."""
+    seen = (rows.unsqueeze(2) == columns.unsqueeze(1)).all(3).unsqueeze(1)
+    if causal or window is not None:
+        block = 0, q.shape[2], 0, k.shape[2]
+        seen = seen & _band(block, window if window is not None else (q.shape[2], 0), q.device)
+    return seen if mask is None else seen & mask
+
+
+def _packed_numbers(causal, scale, window, cap, dropout):
+    """Numbers as an operator of torch takes them: no cap is 0, no bound of what a row sees -1."""
+    before, behind = window if window is not None else (-1, 0 if causal else -1)
+    return scale, cap or 0.0, dropout, before, behind
+
+
+def document_attention(q, k, v, mask, draws, rows, columns, causal, scale, window, cap, dropout):
+    """(y, lse)"""
+    if _is_packed(q, k, v):
+        from mycel.ops.packed_attention import packed_attention
+
+        numbers = _packed_numbers(causal, scale, window, cap, dropout)
+        return packed_attention(q, k, v, mask, draws, rows, columns, *numbers)
+    if TILED_DOCUMENTS and _is_tiled(q, k, v):
+        numbers = _tiled_structure(q, k, scale, cap, dropout, causal, window)
+        return _tiled(q, k, v, mask, draws, numbers, rows, columns)
+    seen = _document_mask(q, k, mask, rows, columns, causal, window)
+    return masked_attention(q, k, v, seen, False, scale, cap, draws, dropout)
+
+
+def document_attention_grad(g, q, k, v, mask, y, lse, draws, rows, columns, causal, scale, window, cap, dropout):
+    """Cotangents of q, k and v."""
+    if _is_packed(q, k, v):
+        from mycel.ops.packed_attention import packed_attention_grad
+
+        numbers = _packed_numbers(causal, scale, window, cap, dropout)
+        return packed_attention_grad(g, q, k, v, mask, y, lse, draws, rows, columns, *numbers)
+    if TILED_DOCUMENTS and _is_tiled(q, k, v):
+        numbers = _tiled_structure(q, k, scale, cap, dropout, causal, window)
+        return _tiled_grad(g, q, k, v, mask, y, lse, draws, numbers, rows, columns)
+    seen = _document_mask(q, k, mask, rows, columns, causal, window)
+    return masked_attention_grad(g, q, k, v, seen, y, lse, False, scale, cap, draws, dropout)

@@ -76,6 +76,7 @@ def batch_norm_vjp(g, y, x, w, b, *, eps):
     expand=batch_norm_expand,
     pieces=batch_norm_pieces,
     flops=lambda d: 8 * math.prod(vars(d).values()),
+    followed=1,
     examples=[
         "f[4,6], f[6], f[6], eps=1e-05",
         "f[3,4,2,2], f[4], None, eps=1e-05",
@@ -112,6 +113,7 @@ def batch_norm_grad_expand(g, x, mean, var, w, *, eps):
     types=lambda g, x, mean, var, w, *, eps: x if w is None else (x, w, w),
     expand=batch_norm_grad_expand,
     flops=lambda d: 12 * math.prod(vars(d).values()),
+    followed=0,
     examples=[
         "f[4,6], f[4,6], f64[6], f64[6]>0, f[6], eps=1e-05",
         "f[3,4,2,2], f[3,4,2,2], f64[4], f64[4]>0, None, eps=0.001",

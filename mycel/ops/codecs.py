@@ -4,7 +4,8 @@
     z = summed(y)                                                  a gradient on its way to a sum over dp: y is g + e
                                                                    up to what its codec loses, and that is r.  In a
                                                                    global program nothing is lost: r is zero
-    y, r = told(new, old, e, axes=("dp",), codec="int4", of="w")   a parameter on its way from the rank that has updated
+    y, r = shared_update(new, old, e, axes=("dp",), codec="int4", of="w")
+                                                                   a parameter on its way from the rank that has updated
                                                                    a part of it to all: what travels is its difference
     c = encode(x, key, codec="int8", rows=4, row=250)              rows of x, one behind the other, as bytes
     c, r = encode_residual(x, e, key, codec="int8", …)             of x + e, and what is left over
@@ -161,7 +162,7 @@ def unsent(u, given, lost, *, axes):
     padding="zeros",
     examples=['f[4,6], f[4,6], f[4,6], codec="int4", axes=("dp",), of="w"'],
 )
-def told(new, old, e, *, codec, axes, of):
+def shared_update(new, old, e, *, codec, axes, of):
     """A parameter `of` that all ranks have, as each is told of its new value by the one that has updated a part of it:
     old and new - old + e, up to what its codec loses, which is what is left.  In a global program nothing is lost."""
     return (old.to(e.dtype) + ((new.to(e.dtype) - old.to(e.dtype)) + e)).to(new.dtype), torch.zeros_like(e)

@@ -85,7 +85,7 @@ def stop_gradient(x):
 )
 def carry(value, like):
     """The value of one and the gradient of the other: what an update that autograd does not see leaves behind"""
-    return value
+    return value if not like.requires_grad else value.detach() + torch.nan_to_num(like - like.detach())
 
 
 @op(

@@ -93,6 +93,7 @@ def logcumsumexp_grad_expand(g, y, x, *, dim):
     ),
     expand=logcumsumexp_grad_expand,
     flops=lambda d: 8 * elements(d),
+    followed=0,
     examples=["f[2,3,4], f[2,3,4], f[2,3,4], dim=1", "f[6], f[6], f[6], dim=0"],
 )
 def logcumsumexp_grad(g, y, x, *, dim):

@@ -26,7 +26,7 @@ from mycel.ir import OPS, SplitRule, Type, op
 from mycel.ops.expert_exchange import exchanged, exchanged_grad
 from mycel.ops.experts import dispatch, grouped_matmul, grouped_rows, grouped_sum, grouped_weight, route
 from mycel.ops.gated_rows import FORM, GATE, cast_to, gated_matmul, weighted
-from mycel.ops.gates import FORMS, Evaluation, joined, parts
+from mycel.ops.gates import FORMS, Evaluation, from_parts, parts
 from mycel.ops.rules import o
 
 # -- its meaning in smaller operators ---------------------------------------------------------------------------
@@ -66,7 +66,7 @@ class Rows:
 
     def pulled(self, g):
         """The cotangent of hidden rows, from that of what the gate gives."""
-        return joined(self.gate.pulled(g), self.form)
+        return from_parts(self.gate.pulled(g), self.form)
 
     def weight(self, g, rows):
         """The cotangent of a product's weights."""
@@ -257,6 +257,7 @@ def experts(x, ids, weights, up, down, up_bias, down_bias, *, gate, form, transp
         "f": SplitRule(split_grad, partial=("+", "+", "", "", "", "")),
         "n e": SplitRule(split_grad, partial="+", uneven=True, outer="n"),
     },
+    followed=0,
     examples=[f"f[{e[2:5]}], {e}" for e in EXAMPLES],
 )  # fmt: skip
 def experts_grad(g, x, ids, weights, up, down, up_bias, down_bias, *, gate, form, transposed=False, elsewhere=0):

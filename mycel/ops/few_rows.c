@@ -1,7 +1,11 @@
 /* y = x w^T for a few rows x: each weight is read once, whatever the number of rows.
 
    x[rows,k] and w[n,k] are floats, or the upper halves of floats (bfloat16); sums are floats.  A product of one row is
-   as fast as its weights come from memory: so those of the next rows of w are asked for early. */
+   as fast as its weights come from memory: so those of the next rows of w are asked for early, and there are as many
+   sums at once as a processor needs to be busy.
+
+   Of halves two are read as one word: the even ones are its lower half, moved up, the odd ones its upper half.  So rows
+   of x are laid out the same way before: of each 2 LANES numbers first the even ones, then the odd ones. */
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -9,30 +13,28 @@
 
 #if defined(__AVX512F__)
 #define LANES 16
-#define COLUMNS 4 /* of y at once, for up to 4 rows; half of it for more: sums stay in registers */
+#define COLUMNS(ROWS) (ROWS <= 4 ? 4 : 2) /* of y at once: sums stay in registers */
 #elif defined(__AVX__)
 #define LANES 8
-#define COLUMNS 2
+#define COLUMNS(ROWS) (ROWS <= 4 ? 2 : 1)
+#elif defined(__aarch64__)
+#define LANES 4
+#define COLUMNS(ROWS) (ROWS <= 4 ? 4 : 2)
 #else
 #define LANES 4
-#define COLUMNS 2
+#define COLUMNS(ROWS) (ROWS <= 4 ? 2 : 1)
 #endif
 #define SHARE 64 /* columns of y that a thread takes at once */
+#define LINE 64  /* bytes that come from memory at once */
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef float half_floats __attribute__((vector_size(2 * LANES)));
 typedef float quarter_floats __attribute__((vector_size(LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
-typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
 static inline float of_half(uint16_t h) { uint32_t u = (uint32_t)h << 16; float f; memcpy(&f, &u, 4); return f; }
 static inline float of_float(float f) { return f; }
-static inline floats lanes_of_float(const float *p) { floats v; memcpy(&v, p, sizeof v); return v; }
-static inline floats lanes_of_half(const uint16_t *p) {
-  halves h;
-  memcpy(&h, p, sizeof h);
-  return (floats)(__builtin_convertvector(h, words) << 16);
-}
+static inline floats lanes(const void *p) { floats v; memcpy(&v, p, sizeof v); return v; }
 static inline uint16_t half_of(float f) { /* to the nearest, ties to even */
   uint32_t u;
   memcpy(&u, &f, 4);
@@ -48,40 +50,51 @@ static inline float total(floats v) {
   return sum;
 }
 
-/* columns j … j + MANY of y */
-#define COLUMNS_OF(T, NAME, ROWS, MANY)                                                                               \
+/* the weights at p, as many as a vector of bytes holds: MANY_float or MANY_half vectors of floats */
+#define MANY_float 1
+#define MANY_half 2
+static inline void read_float(const float *p, floats *part) { part[0] = lanes(p); }
+static inline void read_half(const uint16_t *p, floats *part) {
+  words pairs = (words)lanes(p);
+  part[0] = (floats)(pairs << 16);
+  part[1] = (floats)(pairs & 0xFFFF0000u);
+}
+
+/* columns j … j + WIDE of y */
+#define COLUMNS_OF(T, NAME, ROWS, WIDE)                                                                               \
   {                                                                                                                   \
-    floats sums[ROWS][MANY];                                                                                          \
+    floats sums[ROWS][WIDE];                                                                                          \
     memset(sums, 0, sizeof sums);                                                                                     \
-    for (int64_t i = 0; i < whole; i += LANES) {                                                                      \
-      floats part[MANY];                                                                                              \
-      for (int c = 0; c < MANY; c++) {                                                                                \
-        part[c] = lanes_of_##NAME(w + (j + c) * k + i);                                                               \
-        __builtin_prefetch(w + (j + c + MANY) * k + i);                                                               \
+    for (int64_t i = 0; i < whole; i += MANY_##NAME * LANES) {                                                        \
+      floats part[WIDE][MANY_##NAME];                                                                                 \
+      int is_line = i % (LINE / (int64_t)sizeof(T)) == 0;                                                             \
+      for (int c = 0; c < WIDE; c++) {                                                                                \
+        read_##NAME(w + (j + c) * k + i, part[c]);                                                                    \
+        if (is_line) __builtin_prefetch(w + (j + c + WIDE) * k + i);                                                  \
       }                                                                                                               \
-      for (int r = 0; r < ROWS; r++) {                                                                                \
-        floats a = lanes_of_float(x + r * k + i);                                                                     \
-        for (int c = 0; c < MANY; c++) sums[r][c] += a * part[c];                                                     \
-      }                                                                                                               \
+      for (int r = 0; r < ROWS; r++)                                                                                  \
+        for (int m = 0; m < MANY_##NAME; m++) {                                                                       \
+          floats a = lanes(x + r * k + i + m * LANES);                                                                \
+          for (int c = 0; c < WIDE; c++) sums[r][c] += a * part[c][m];                                                \
+        }                                                                                                             \
     }                                                                                                                 \
     for (int r = 0; r < ROWS; r++)                                                                                    \
-      for (int c = 0; c < MANY; c++) {                                                                                \
+      for (int c = 0; c < WIDE; c++) {                                                                                \
         float sum = total(sums[r][c]);                                                                                \
         for (int64_t i = whole; i < k; i++) sum += x[r * k + i] * of_##NAME(w[(j + c) * k + i]);                      \
         y[r * n + j + c] = sum;                                                                                       \
       }                                                                                                               \
   }
 
-#define PRODUCT(T, NAME, ROWS, MANY)                                                                                  \
+#define PRODUCT(T, NAME, ROWS)                                                                                        \
   static void NAME##_##ROWS(const float *x, const T *w, float *y, int64_t k, int64_t n, int64_t j, int64_t end) {     \
-    int64_t whole = k / LANES * LANES;                                                                                \
-    for (; j + MANY <= end; j += MANY) COLUMNS_OF(T, NAME, ROWS, MANY)                                                \
+    int64_t whole = k / (MANY_##NAME * LANES) * (MANY_##NAME * LANES);                                                \
+    for (; j + COLUMNS(ROWS) <= end; j += COLUMNS(ROWS)) COLUMNS_OF(T, NAME, ROWS, COLUMNS(ROWS))                     \
     for (; j < end; j++) COLUMNS_OF(T, NAME, ROWS, 1)                                                                 \
   }
 #define PRODUCTS(T, NAME)                                                                                             \
-  PRODUCT(T, NAME, 1, COLUMNS) PRODUCT(T, NAME, 2, COLUMNS) PRODUCT(T, NAME, 3, COLUMNS) PRODUCT(T, NAME, 4, COLUMNS) \
-  PRODUCT(T, NAME, 5, COLUMNS / 2) PRODUCT(T, NAME, 6, COLUMNS / 2) PRODUCT(T, NAME, 7, COLUMNS / 2)                  \
-  PRODUCT(T, NAME, 8, COLUMNS / 2)
+  PRODUCT(T, NAME, 1) PRODUCT(T, NAME, 2) PRODUCT(T, NAME, 3) PRODUCT(T, NAME, 4)                                     \
+  PRODUCT(T, NAME, 5) PRODUCT(T, NAME, 6) PRODUCT(T, NAME, 7) PRODUCT(T, NAME, 8)
 PRODUCTS(float, float)
 PRODUCTS(uint16_t, half)
 
@@ -91,6 +104,17 @@ typedef void of_halves(const float *, const uint16_t *, float *, int64_t, int64_
 static of_floats *const BY_FLOATS[] = TABLE(float);
 static of_halves *const BY_HALVES[] = TABLE(half);
 
+/* a row of halves as floats, even ones and odd ones apart */
+static void widen(const uint16_t *x, float *wide, int64_t k) {
+  int64_t i = 0;
+  for (; i + 2 * LANES <= k; i += 2 * LANES)
+    for (int m = 0; m < LANES; m++) {
+      wide[i + m] = of_half(x[i + 2 * m]);
+      wide[i + LANES + m] = of_half(x[i + 2 * m + 1]);
+    }
+  for (; i < k; i++) wide[i] = of_half(x[i]);
+}
+
 /* 1 to 8 rows; -1: no memory for wider copies of x and y */
 int mycel_few_rows(const void *x, const void *w, void *y, int64_t rows, int64_t k, int64_t n, int half) {
   const float *wide = x;
@@ -98,7 +122,7 @@ int mycel_few_rows(const void *x, const void *w, void *y, int64_t rows, int64_t 
   if (half) {
     room = malloc((size_t)(rows * (k + n)) * sizeof(float));
     if (!room) return -1;
-    for (int64_t i = 0; i < rows * k; i++) room[i] = of_half(((const uint16_t *)x)[i]);
+    for (int64_t r = 0; r < rows; r++) widen((const uint16_t *)x + r * k, room + r * k, k);
     wide = room;
     sums = room + rows * k;
   }

@@ -13,7 +13,7 @@ import torch
 
 from mycel.ir import op
 from mycel.ops.experts import group_products, grouped_matmul, grouped_weight, is_moved_by_kernel
-from mycel.ops.gates import Evaluation, joined, parts
+from mycel.ops.gates import Evaluation, from_parts, parts
 from mycel.ops.rules import cast_like, o
 
 GATE, FORM = "mul(silu(a), b)", "halves"
@@ -47,7 +47,7 @@ def gated_rows(h, scale):
 
 def gated_grad_expand(g, h, scale):
     gate = Evaluation(GATE, parts(h, FORM))
-    dh = joined(gate.pulled(weighted(g, scale)), FORM)
+    dh = from_parts(gate.pulled(weighted(g, scale)), FORM)
     common = o.sum(cast_to(o.mul(g, gate.value), scale.dtype), dims=(1,), keepdim=True)
     return dh, common, weighted(gate.value, scale)
 
@@ -58,6 +58,7 @@ def gated_grad_expand(g, h, scale):
     expand=gated_grad_expand,
     fresh=True,
     apart=True, compiles=False, precision="low", kept=(2,),
+    followed=0,
     examples=["f[6,4], f[6,8], f[6,1]", "f64[1,3], f64[1,6], f64[1,1]"],
 )  # fmt: skip
 def gated_grad(g, h, scale):

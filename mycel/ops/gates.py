@@ -32,7 +32,7 @@ def parts(h: Any, form: str) -> list[Any]:
     return [o.slice(h, dim=1, start=i, stop=n, step=2) for i in range(2)] if form == "pairs" else [h]
 
 
-def joined(xs: list[Any], form: str) -> Any:
+def from_parts(xs: list[Any], form: str) -> Any:
     """`parts` turned round."""
     if form == "halves":
         return o.cat(*xs, dim=1)

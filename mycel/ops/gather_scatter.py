@@ -305,6 +305,34 @@ def select_at(x, index, *, dim):
     return torch.index_select(x, dim, index.reshape(1)).squeeze(dim)
 
 
+def places_from(start, size):
+    """start, start + 1, …"""
+    return o.add(o.iota(shape=(size,), dim=0, dtype=torch.int64), start)
+
+
+def window_at_dims(x, start, *, dim, size):
+    """The dim is whole."""
+    names = letters(x.ndim, "nm")
+    return f"{along(names, dim, 'n^')}, -> {along(names, dim, 'm^')}", {"m": size}
+
+
+def window_at_write(x, new, start, *, dim, size):
+    """The rows from start on, replaced."""
+    return o.index_copy(x, places_from(start, size), new[0], dim=dim)
+
+
+@op(
+    window_at_dims,
+    expand=lambda x, start, *, dim, size: o.index_select(x, places_from(start, size), dim=dim),
+    write=window_at_write,
+    dtype="first",
+    examples=["a[2,6,4], i64[]<4, dim=1, size=3", "f[4], i64[]<2, dim=0, size=2"],
+)
+def window_at(x, start, *, dim, size):
+    """x[start : start + size] along a dim, for a start that is a tensor"""
+    return torch.index_select(x, dim, start + torch.arange(size, device=x.device))
+
+
 def index_add_dims(x, index, src, *, dim):
     """The dim is whole in all operands."""
     names = letters(x.ndim, "np")

@@ -242,6 +242,7 @@ def cross_entropy_grad_expand(x, target, total, hit):
     dtype="first",
     expand=cross_entropy_grad_expand,
     flops=lambda d: 6 * math.prod(vars(d).values()),
+    followed=0,
     examples=["f[6,4], i64[6]<4, f[6], f[6]", "f[2,3,4], i64[2,4]<3, f[2,4], f[2,4]"],
 )
 def cross_entropy_grad(x, target, total, hit):
@@ -260,6 +261,7 @@ def mean_grad_expand(g, logp, target, *, ignore_index=-100):
     dtype=lambda g, logp, target: logp.dtype,
     expand=mean_grad_expand,
     flops=lambda d: 6 * d.n * d.c,
+    followed=0,
     examples=[
         "f[], f[6,4], i64[6]<4",
         "f[], f[6,4], i64[6]<4, ignore_index=1",
@@ -268,12 +270,12 @@ def mean_grad_expand(g, logp, target, *, ignore_index=-100):
 )
 def cross_entropy_mean_grad(g, logp, target, *, ignore_index=-100):
     """g times the gradient of the mean cross entropy: (exp(logp) - one_hot(target)) / count, nothing where ignored."""
-    keep = target != ignore_index
-    count = keep.sum(dtype=logp.dtype)
     if logp.numel() < 1 << 16:  # fewest calls
+        _, count = torch.ops.aten.nll_loss_forward.default(logp, target, None, 1, ignore_index)
         dlogp = torch.ops.aten.nll_loss_backward.default(g, logp, target, None, 1, ignore_index, count)
         return torch.ops.aten._log_softmax_backward_data.default(dlogp, logp, 1, logp.dtype)
-    scale = (keep * (g / count)).unsqueeze(1)  # fewest passes over all classes
+    keep = target != ignore_index
+    scale = (keep * (g / keep.sum(dtype=logp.dtype))).unsqueeze(1)  # fewest passes over all classes
     return torch.exp(logp).mul_(scale).scatter_add_(1, torch.where(keep, target, 0).unsqueeze(1), -scale)
 
 

@@ -23,14 +23,14 @@ WIDE = ("-mprefer-vector-width=512",)  # of x86 alone
 def native_library(source: str, more: Sequence[str] = ()) -> ctypes.CDLL | None:
     """A file of C beside this one as a library, compiled where it is not there yet; None without a compiler, or where
     it fails."""
-    folder = os.environ.get("MYCEL_KERNELS", str(Path.home() / ".cache" / "mycel" / "kernels"))
+    folder = library_folder()
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if not folder or not compiler:
+    if folder is None or not compiler:
         return None
     file = Path(__file__).with_name(source)
     flags = [*FLAGS, *more, *(WIDE if platform.machine() == "x86_64" else ())]
-    identity = [file.read_bytes().hex(), compiler, *flags, platform.machine(), _processor()]
-    path = Path(folder) / f"{file.stem}-{hashlib.sha256('|'.join(identity).encode()).hexdigest()[:16]}.so"
+    identity = [file.read_bytes().hex(), compiler, *flags, platform.machine(), processor()]
+    path = folder / f"{file.stem}-{hashlib.sha256('|'.join(identity).encode()).hexdigest()[:16]}.so"
     try:
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -44,7 +44,13 @@ def native_library(source: str, more: Sequence[str] = ()) -> ctypes.CDLL | None:
         return None
 
 
-def _processor() -> str:
+def library_folder() -> Path | None:
+    """Where libraries lie, and what was measured of this processor; None: nowhere."""
+    folder = os.environ.get("MYCEL_KERNELS", str(Path.home() / ".cache" / "mycel" / "kernels"))
+    return Path(folder) if folder else None
+
+
+def processor() -> str:
     """What the processor can do: a home folder may be shared by several machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

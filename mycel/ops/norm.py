@@ -85,6 +85,7 @@ def layer_norm_vjp(g, y, x, w, b, *, ndim=1, eps):
     expand=layer_norm_expand,
     flops=lambda d: 8 * d.rows * math.prod(n for k, n in vars(d).items() if k.startswith("d")),
     fresh=True,
+    followed=1,
     examples=[
         "f[2,3,8], f[8], f[8], eps=1e-05",
         "f[6,4], f[4], None, eps=1e-05",
@@ -146,6 +147,7 @@ def layer_norm_grad_expand(g, x, mean, rstd, w, *, ndim=1):
     flops=lambda d: 12 * math.prod(vars(d).values()),
     fresh=True,
     linear=((0,),),
+    followed=0,
     examples=[
         "f[2,3,8], f[2,3,8], f64[2,3,1], f64[2,3,1]>0, None",
         "f[6,4], f[6,4], f64[6,1], f64[6,1]>0, f[4]",
@@ -231,6 +233,7 @@ def rms_norm_grad_expand(g, x, w, *, ndim=1, eps=None):
     expand=rms_norm_grad_expand,
     flops=lambda d: 10 * math.prod(vars(d).values()),
     linear=((0,),),
+    followed=0,
     examples=[
         "f[2,3,8], f[2,3,8], f[8], eps=1e-06",
         "f[6,4], f[6,4], None, eps=None",
@@ -304,6 +307,7 @@ def group_norm_vjp(g, y, x, w, b, *, groups, eps):
     vjp=group_norm_vjp,
     expand=group_norm_expand,
     flops=lambda d: 8 * math.prod(n for k, n in vars(d).items() if k[0] in "ncs"),
+    followed=1,
     examples=[
         "f[2,6,4], f[6], f[6], groups=3, eps=1e-05",
         "f[3,4], f[4], None, groups=2, eps=1e-05",
@@ -355,6 +359,7 @@ def group_norm_grad_expand(g, x, mean, rstd, w, *, groups):
     types=lambda g, x, mean, rstd, w, *, groups: x if w is None else (x, w, w),
     expand=group_norm_grad_expand,
     flops=lambda d: 12 * math.prod(n for k, n in vars(d).items() if k[0] in "ncs"),
+    followed=0,
     examples=[
         "f[2,6,4], f[2,6,4], f64[2,3], f64[2,3]>0, f[6], groups=3",
         "f[2,4,2,3], f[2,4,2,3], f64[2,4], f64[2,4]>0, None, groups=4",

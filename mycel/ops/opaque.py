@@ -212,6 +212,17 @@ def levels(operands, run, arity, more=False):
     return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)]
 
 
+def torch_gradients(operands, run, arity):
+    """Gradients of `run` by torch; where torch's autograd records, so that it can go on from them."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
+        # each by itself, whether or not one was made of another
+        return tuple(levels([x.view_as(x) for x in operands], run, arity, more=True))
+    # a view of a parameter made without autograd says it needs a gradient, and has no graph
+    operands = [x.detach() for x in operands]
+    with torch.enable_grad():
+        return tuple(g.detach() for g in levels(operands, run, arity))
+
+
 @op(
     lambda *operands, **p: whole(operands, _grad_types(*operands, **p)),
     types=_grad_types,
@@ -224,10 +235,7 @@ def levels(operands, run, arity, more=False):
 def opaque_grad(*operands, target, args, kwargs=(), arity):
     """torch's gradient of its operator: operands are its inputs, then cotangents; each further `arity` is one more
     derivative."""
-    # a view of a parameter made without autograd says it needs a gradient, and has no graph
-    operands = [x.detach() for x in operands]
-    with torch.enable_grad():
-        grads = tuple(g.detach() for g in levels(operands, lambda xs: _run(xs, target, args, kwargs), arity))
+    grads = torch_gradients(operands, lambda xs: _run(xs, target, args, kwargs), arity)
     return grads if len(grads) != 1 else grads[0]
 
 

@@ -15,7 +15,7 @@ import torch
 
 from mycel.errors import RunError
 from mycel.ir import Type, is_float, type_of
-from mycel.ops.opaque import levels
+from mycel.ops.opaque import torch_gradients
 
 
 class PlainCode(Protocol):
@@ -127,8 +127,7 @@ def gradients(
         _check(known, outs, types)
         return outs
 
-    with torch.enable_grad():
-        grads = tuple(g.detach() for g in levels([x.detach() for x in operands], forward, arity))
+    grads = torch_gradients(operands, forward, arity)
     kept = is_wanted(operands[: arity[-1]], wrt, arity)
     grads = tuple(g for g, k in zip(grads, kept, strict=True) if k)
     return grads if len(grads) != 1 else grads[0]

@@ -21,7 +21,8 @@ Either way two full blocks: late on early, and one that the rank picks.  Each ra
 and none that is masked.
 
 A mask comes with the rows of a rank and all columns, of which each turn takes those that came by.  Where weights are
-dropped, rows draw at the count of the first column that came by; a triangle is not folded then.
+dropped, rows draw at the count of the first column that came by; a triangle is not folded then.  Documents of columns
+go round with them.
 """
 
 from __future__ import annotations
@@ -148,17 +149,17 @@ def seen(at, mask, placed, window, columns=None):
 # -- rows alone ------------------------------------------------------------------------------------------------------
 
 
-def attention_rows(at, q, k, v, mask, *draws, causal=False, window=None, **how):
+def attention_rows(at, q, k, v, mask, *more, causal=False, window=None, **how):
     if not (causal or window) or at.count("q") == 1:
-        return o.attention(q, k, v, mask, *draws, causal=causal, window=window, **how)
-    return o.attention(q, k, v, by_place(at, all_columns(k), window), *draws, **how)
+        return o.attention(q, k, v, mask, *more, causal=causal, window=window, **how)
+    return o.attention(q, k, v, by_place(at, all_columns(k), window), *more, **how)
 
 
-def attention_grad_rows(at, g, q, k, v, mask, y, lse, *draws, causal=False, window=None, **how):
+def attention_grad_rows(at, g, q, k, v, mask, y, lse, *more, causal=False, window=None, **how):
     if not (causal or window) or at.count("q") == 1:
-        return o.attention_grad(g, q, k, v, mask, y, lse, *draws, causal=causal, window=window, **how)
+        return o.attention_grad(g, q, k, v, mask, y, lse, *more, causal=causal, window=window, **how)
     g, q, y, lse = rows_here(at, g, q, y, lse)
-    return o.attention_grad(g, q, k, v, by_place(at, all_columns(k), window), y, lse, *draws, **how)
+    return o.attention_grad(g, q, k, v, by_place(at, all_columns(k), window), y, lse, *more, **how)
 
 
 def all_columns(k):
@@ -168,27 +169,36 @@ def all_columns(k):
 # -- rows and columns, forward
 
 
-def attention_ring(at, q, k, v, mask, *draws, causal=False, window=None, **how):
+def attention_ring(at, q, k, v, mask, *more, causal=False, window=None, **how):
     ring, placed = Ring(at), causal or window is not None
     if ring.count == 1:
-        return o.attention(q, k, v, mask, *draws, causal=causal, window=window, **how)
-    if is_foldable(at, causal) and not draws:
-        rows = ring.folded(q)
-        y, lse = merged(
-            ring, (ring.folded(k), ring.folded(v)), lambda turn, k, v: folded_turn(ring, turn, rows, k, v, how)
-        )
+        return o.attention(q, k, v, mask, *more, causal=causal, window=window, **how)
+    if is_foldable(at, causal) and not has_draws(more):
+        rows, columns = (tuple(map(ring.folded, xs)) for xs in beside_documents((q,), (k, v), more))
+        y, lse = merged(ring, columns, lambda turn, *came: folded_turn(ring, turn, rows, came, how))
         return ring.unfolded(cast_like(y, q)), ring.unfolded(lse)
 
-    def turn(_, k, v, *columns):
-        return o.attention(q, k, v, seen(at, mask, placed, window, *columns), *drawn(draws, *columns), **how)
+    def turn(_, k, v, *came):
+        columns, more_here = at_turn(more, came)
+        return o.attention(q, k, v, seen(at, mask, placed, window, *columns), *more_here, **how)
 
-    y, lse = merged(ring, on_the_way(at, k, v, mask, placed or draws), turn)
+    y, lse = merged(ring, (*on_the_way(at, k, v, mask, placed or has_draws(more)), *more[2:]), turn)
     return cast_like(y, q), lse
 
 
-def drawn(draws, *columns):
-    """Counts of rows at the first of the columns that came by."""
-    return tuple(o.add(d, o.reshape(o.slice(columns[0], dim=0, start=0, stop=1), shape=())) for d in draws)
+def has_draws(more):
+    """Are weights dropped?  `more` are the operands behind a mask: counts, documents of rows and of columns."""
+    return bool(more) and more[0] is not None
+
+
+def at_turn(more, came):
+    """(numbers of the columns that came by, if they have some; counts of rows at the first of these, and documents of
+    rows and of what came by)"""
+    columns, documents = (came[:-1], (more[1], came[-1])) if len(more) > 1 else (came, ())
+    if not has_draws(more):
+        return columns, (*more[:1], *documents)
+    counts = o.add(more[0], o.reshape(o.slice(columns[0], dim=0, start=0, stop=1), shape=()))
+    return columns, (counts, *documents)
 
 
 def merged(ring, travelling, block):
@@ -212,13 +222,34 @@ def merge(one, two):
     return o.add(*parts), lse
 
 
-def folded_turn(ring, turn, q, k, v, how):
+def beside_documents(rows, columns, more):
+    """What there is of rows, and of columns, with their documents, which then have rows and columns in dim 2 too."""
+    if len(more) < 3:
+        return rows, columns
+    own, others = (o.reshape(x, shape=(x.shape[0], 1, *x.shape[1:])) for x in more[1:])
+    return (*rows, own), (*columns, others)
+
+
+def documents_of(own, others):
+    """The optional operands of attention from documents so beside rows and columns, if there are any."""
+    flat = (o.reshape(x, shape=(x.shape[0], *x.shape[2:])) for x in (*own, *others))
+    return (None, *flat) if own else ()
+
+
+def folded_turn(ring, turn, rows, came, how):
     """Both chunks of a rank on what came by: (y, lse), -inf where a row sees nothing of it."""
+
+    def attend(q, own, k, v, others, **triangle):
+        return o.attention(q, k, v, None, *documents_of(own, others), **triangle, **how)
+
+    (q, *own), (k, v, *others) = rows, came
     if turn == 0:
-        return o.attention(q, k, v, None, causal=True, **how)
-    before, (early, late), keys, values = ring.is_before(turn), halves(q), halves(k), halves(v)
-    fixed = o.attention(late, keys[0], values[0], None, **how)
-    y, lse = o.attention(o.where(before, early, late), o.where(before, *keys), o.where(before, *values), None, **how)
+        return attend(q, own, k, v, others, causal=True)
+    before, chunks, columns = ring.is_before(turn), [halves(x) for x in rows], [halves(x) for x in came]
+    (late, *own), (k, v, *others) = (x for _, x in chunks), (x for x, _ in columns)
+    fixed = attend(late, own, k, v, others)
+    (q, *own), (k, v, *others) = ([o.where(before, *pair) for pair in pairs] for pairs in (chunks, columns))
+    y, lse = attend(q, own, k, v, others)
     y_late, lse_late = merge(fixed, (y, o.where(before, -math.inf, lse)))
     return o.cat(cast_like(y, y_late), y_late, dim=2), o.cat(o.where(before, lse, -math.inf), lse_late, dim=2)
 
@@ -226,23 +257,22 @@ def folded_turn(ring, turn, q, k, v, how):
 # -- rows and columns, backward
 
 
-def attention_grad_ring(at, g, q, k, v, mask, y, lse, *draws, causal=False, window=None, **how):
+def attention_grad_ring(at, g, q, k, v, mask, y, lse, *more, causal=False, window=None, **how):
     ring, placed = Ring(at), causal or window is not None
     if ring.count == 1:
-        return o.attention_grad(g, q, k, v, mask, y, lse, *draws, causal=causal, window=window, **how)
-    if is_foldable(at, causal) and not draws:
-        rows = tuple(map(ring.folded, (g, q, y, lse)))
-        grads = summed(
-            ring, (ring.folded(k), ring.folded(v)), lambda turn, k, v: folded_grad_turn(ring, turn, rows, k, v, how)
-        )
+        return o.attention_grad(g, q, k, v, mask, y, lse, *more, causal=causal, window=window, **how)
+    if is_foldable(at, causal) and not has_draws(more):
+        rows, columns = (tuple(map(ring.folded, xs)) for xs in beside_documents((g, q, y, lse), (k, v), more))
+        grads = summed(ring, columns, lambda turn, *came: folded_grad_turn(ring, turn, rows, came, how))
         return tuple(ring.unfolded(cast_like(d, x)) for d, x in zip(grads, (q, k, v), strict=True))
     g, q, y, lse = rows_here(at, g, q, y, lse) if placed else (g, q, y, lse)
 
-    def turn(_, k, v, *columns):
-        mask_here, more = seen(at, mask, placed, window, *columns), drawn(draws, *columns)
-        return wide(lse, o.attention_grad(g, q, k, v, mask_here, y, lse, *more, **how))
+    def turn(_, k, v, *came):
+        columns, more_here = at_turn(more, came)
+        mask_here = seen(at, mask, placed, window, *columns)
+        return wide(lse, o.attention_grad(g, q, k, v, mask_here, y, lse, *more_here, **how))
 
-    grads = summed(ring, on_the_way(at, k, v, mask, placed or draws), turn)
+    grads = summed(ring, (*on_the_way(at, k, v, mask, placed or has_draws(more)), *more[2:]), turn)
     return tuple(cast_like(d, x) for d, x in zip(grads, (q, k, v), strict=True))
 
 
@@ -270,16 +300,21 @@ def plus(xs, ys):
     return tuple(map(o.add, xs, ys)) if xs else tuple(ys)
 
 
-def folded_grad_turn(ring, turn, rows, k, v, how):
+def folded_grad_turn(ring, turn, rows, came, how):
     """Cotangents of both chunks of a rank and of what came by."""
-    g, q, y, lse = rows
+
+    def attend(g, q, y, lse, own, k, v, others, **triangle):
+        more = documents_of(own, others)
+        return wide(lse, o.attention_grad(g, q, k, v, None, y, lse, *more, **triangle, **how))
+
+    (g, q, y, lse, *own), (k, v, *others) = rows, came
     if turn == 0:
-        return wide(lse, o.attention_grad(g, q, k, v, None, y, lse, causal=True, **how))
-    before, chunks, keys, values = ring.is_before(turn), [halves(x) for x in rows], halves(k), halves(v)
-    g, q, y, lse = (late for _, late in chunks)
-    fixed = wide(lse, o.attention_grad(g, q, keys[0], values[0], None, y, lse, **how))
-    g, q, y, lse = (o.where(before, *pair) for pair in chunks)
-    picked = wide(lse, o.attention_grad(g, q, o.where(before, *keys), o.where(before, *values), None, y, lse, **how))
+        return attend(g, q, y, lse, own, k, v, others, causal=True)
+    before, chunks, columns = ring.is_before(turn), [halves(x) for x in rows], [halves(x) for x in came]
+    (g, q, y, lse, *own), (k, v, *others) = (x for _, x in chunks), (x for x, _ in columns)
+    fixed = attend(g, q, y, lse, own, k, v, others)
+    (g, q, y, lse, *own), (k, v, *others) = ([o.where(before, *pair) for pair in pairs] for pairs in (chunks, columns))
+    picked = attend(g, q, y, lse, own, k, v, others)
     as_early, as_late = (
         [o.where(before, *pair) for pair in pairs] for pairs in ([(d, 0.0) for d in picked], [(0.0, d) for d in picked])
     )

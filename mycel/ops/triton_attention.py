@@ -7,7 +7,9 @@ than attention without any of that.
     ds *= 1 - tanh²(…)          dq = ds k · scale          dk = dsᵀ q · scale
 
 Row i sees columns i - before … i + behind; tiles outside of that are not looked at, and tiles inside of it not masked.
-Element (i, j) draws what `dropout` of all weights would: `draws` holds the count at which each row starts.
+With documents a row sees columns whose numbers are its own; tiles before the first that can meet one's documents, and
+behind the last, are not looked at (`document_tiles.py`).  Element (i, j) draws what `dropout` of all weights would:
+`draws` holds the count at which each row starts.
 
 Beside `attention_kernels.py`, which imports it where tensors are on a GPU: Triton comes with torch there.  Operators of
 torch, so that a compiler takes them as they are.
@@ -19,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from mycel.ops.document_tiles import meeting
 from mycel.ops.random import dropout_bound
 
 # rows, columns, warps and stages of a tile, by the width of a head: forward, cotangents of k and v, cotangent of q; the
@@ -55,6 +58,15 @@ def dropping(dropout):
     return dropout_bound(dropout), 1.0 / (1.0 - dropout) if dropout < 1 else 0.0
 
 
+def _documents(rows, columns, q, size, step, turned=False):
+    """Documents as arguments of the kernels, which take a tile of rows, or `turned` of columns, with what it meets."""
+    if rows is None:
+        return {"row_ids": q, "column_ids": q, "bounds": q, "KEYS": 0}
+    rows, columns = (x.to(torch.int64).contiguous() for x in (rows, columns))
+    bounds = meeting(columns, rows, step, size) if turned else meeting(rows, columns, size, step)
+    return {"row_ids": rows, "column_ids": columns, "bounds": bounds, "KEYS": rows.shape[2]}
+
+
 def _changes(q, k, mask, draws, scale, cap, dropout, before, behind):
     """What is done to scores, as arguments of the kernels."""
     bound, factor = dropping(dropout)
@@ -84,6 +96,8 @@ def tiled_attention(
     v: torch.Tensor,
     mask: torch.Tensor | None,
     draws: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    columns: torch.Tensor | None,
     scale: float,
     cap: float,
     dropout: float,
@@ -97,6 +111,7 @@ def tiled_attention(
     forward_kernel[grid](
         q, k, v, y, lse, **_strides(q=q, k=k, v=v, y=y), **_widths(q, v), **tiles,
         **_changes(q, k, mask, draws, scale, cap, dropout, before, behind),
+        **_documents(rows, columns, q, tiles["ROWS"], tiles["COLUMNS"]),
     )  # fmt: skip
     return y, lse
 
@@ -107,7 +122,7 @@ def _results(q, v):
 
 
 @tiled_attention.register_fake
-def _(q, k, v, mask, draws, scale, cap, dropout, before, behind):
+def _(q, k, v, mask, draws, rows, columns, scale, cap, dropout, before, behind):
     return _results(q, v)
 
 
@@ -119,6 +134,8 @@ def tiled_attention_grad(
     v: torch.Tensor,
     mask: torch.Tensor | None,
     draws: torch.Tensor | None,
+    rows: torch.Tensor | None,
+    columns: torch.Tensor | None,
     share: torch.Tensor,
     lse: torch.Tensor,
     scale: float,
@@ -133,17 +150,19 @@ def tiled_attention_grad(
     changes = _changes(q, k, mask, draws, scale, cap, dropout, before, behind) | _widths(q, v)
     tiles = _tiles(width, 1)
     columns_kernel[triton.cdiv(k.shape[2], tiles["COLUMNS"]), k.shape[0] * k.shape[1]](
-        g, q, k, v, share, lse, dk, dv, **_strides(g=g, q=q, k=k, v=v, x=dk, y=dv), **changes, **tiles
-    )
+        g, q, k, v, share, lse, dk, dv, **_strides(g=g, q=q, k=k, v=v, x=dk, y=dv), **changes, **tiles,
+        **_documents(rows, columns, q, tiles["ROWS"], tiles["COLUMNS"], turned=True),
+    )  # fmt: skip
     tiles = _tiles(width, 2)
     rows_kernel[triton.cdiv(q.shape[2], tiles["ROWS"]), q.shape[0] * q.shape[1]](
-        g, q, k, v, share, lse, dq, **_strides(g=g, q=q, k=k, v=v, x=dq), **changes, **tiles
-    )
+        g, q, k, v, share, lse, dq, **_strides(g=g, q=q, k=k, v=v, x=dq), **changes, **tiles,
+        **_documents(rows, columns, q, tiles["ROWS"], tiles["COLUMNS"]),
+    )  # fmt: skip
     return dq, dk, dv
 
 
 @tiled_attention_grad.register_fake
-def _(g, q, k, v, mask, draws, share, lse, scale, cap, dropout, before, behind):
+def _(g, q, k, v, mask, draws, rows, columns, share, lse, scale, cap, dropout, before, behind):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -174,8 +193,8 @@ def tanh(x):
 
 @triton.jit
 def changed(
-    s, row, column, mask, mn, mk, scale, cap, before, behind, rows, columns,
-    MASK: tl.constexpr, CAP: tl.constexpr, INSIDE: tl.constexpr,
+    s, row, column, mask, row_ids, column_ids, mn, mk, scale, cap, before, behind, rows, columns,
+    MASK: tl.constexpr, CAP: tl.constexpr, KEYS: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
     """(scores in base 2 of a tile of products, how steep the cap is there); INSIDE: no row sees less than the tile."""
     slope = s
@@ -192,6 +211,10 @@ def changed(
     if MASK == 2:
         added = tl.load(mask + r.to(tl.int64) * mn + c * mk, mask=(r < rows) & (c < columns), other=0.0)
         s += added.to(tl.float32) * LOG2E
+    for i in tl.static_range(KEYS):
+        own = tl.load(row_ids + row * KEYS + i, mask=row < rows, other=0)
+        theirs = tl.load(column_ids + column * KEYS + i, mask=column < columns, other=0)
+        s = tl.where(own[:, None] == theirs[None, :], s, float("-inf"))
     if not INSIDE:
         s = tl.where((c < columns) & (c >= r - before) & (c <= r + behind), s, float("-inf"))
     return s, slope
@@ -211,18 +234,31 @@ def spans(first, size, count, before, behind, STEP: tl.constexpr):
 
 
 @triton.jit
+def met(bounds, at, begin, inner, outer, end, STEP: tl.constexpr, KEYS: tl.constexpr):
+    """Spans without what the documents of a tile do not meet."""
+    if KEYS > 0:
+        first, last = tl.load(bounds + at * 2), tl.load(bounds + at * 2 + 1)
+        begin, end = tl.maximum(begin, first), tl.minimum(end, last)
+        stop = tl.maximum((end + STEP - 1) // STEP * STEP, begin)
+        inner = tl.minimum(tl.maximum(inner, begin), stop)
+        outer = tl.minimum(tl.maximum(outer, inner), tl.maximum(end // STEP * STEP, inner))
+    return begin, inner, outer, end
+
+
+@triton.jit
 def forward_span(
-    acc, top, total, qs, k, v, row, drawn, mask, begin, end, feature, feature_v,
+    acc, top, total, qs, k, v, row, drawn, mask, row_ids, column_ids, begin, end, feature, feature_v,
     kn, kd, vn, vd, mn, mk, bound, factor, scale, cap, before, behind, rows, columns, width, width_v,
     COLUMNS: tl.constexpr, EXACT: tl.constexpr, MASK: tl.constexpr, DROP: tl.constexpr, CAP: tl.constexpr,
-    INSIDE: tl.constexpr,
+    KEYS: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
     for start in range(begin, end, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         ks = tile(k, column, feature, kn, kd, columns, width, INSIDE, EXACT)
         s = tl.dot(qs, tl.trans(ks))
         s, _ = changed(
-            s, row, column, mask, mn, mk, scale, cap, before, behind, rows, columns, MASK, CAP, INSIDE
+            s, row, column, mask, row_ids, column_ids, mn, mk, scale, cap, before, behind, rows, columns,
+            MASK, CAP, KEYS, INSIDE,
         )  # fmt: skip
         higher = tl.maximum(top, tl.max(s, 1))
         level = tl.where(higher == float("-inf"), 0.0, higher)
@@ -240,9 +276,10 @@ def forward_span(
 @triton.jit
 def forward_kernel(
     q, k, v, y, lse, qb, qh, qn, qd, kb, kh, kn, kd, vb, vh, vn, vd, yb, yh, yn, yd,
-    mask, mb, mh, mn, mk, draws, bound, factor, scale, cap, before, behind, heads, group, rows, columns,
+    mask, mb, mh, mn, mk, draws, row_ids, column_ids, bounds, bound, factor, scale, cap, before, behind,
+    heads, group, rows, columns,
     width, width_v, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, EXACT: tl.constexpr, MASK: tl.constexpr,
-    DROP: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DROP: tl.constexpr, CAP: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * ROWS
     at = tl.program_id(1).to(tl.int64)
@@ -251,6 +288,8 @@ def forward_kernel(
     k += b * kb + h // group * kh
     v += b * vb + h // group * vh
     mask += b * mb + h * mh
+    row_ids += b * rows * KEYS
+    column_ids += b * columns * KEYS
     qs = tile(q + b * qb + h * qh, row, feature, qn, qd, rows, width, False, EXACT)
     drawn = row.to(tl.int64)
     if DROP:
@@ -258,20 +297,24 @@ def forward_kernel(
     acc = tl.zeros((ROWS, WIDTH_V), tl.float32)
     top, total = tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32)
     begin, inner, outer, end = spans(first, ROWS, columns, before, behind, COLUMNS)
-    acc, top, total = forward_span(
-        acc, top, total, qs, k, v, row, drawn, mask, begin, tl.minimum(inner, end), feature, feature_v,
-        kn, kd, vn, vd, mn, mk, bound, factor, scale, cap, before, behind, rows, columns, width, width_v,
-        COLUMNS, EXACT, MASK, DROP, CAP, False,
+    begin, inner, outer, end = met(
+        bounds, b * tl.num_programs(0) + tl.program_id(0), begin, inner, outer, end, COLUMNS, KEYS
     )  # fmt: skip
     acc, top, total = forward_span(
-        acc, top, total, qs, k, v, row, drawn, mask, inner, outer, feature, feature_v,
+        acc, top, total, qs, k, v, row, drawn, mask, row_ids, column_ids, begin, tl.minimum(inner, end),
+        feature, feature_v,
         kn, kd, vn, vd, mn, mk, bound, factor, scale, cap, before, behind, rows, columns, width, width_v,
-        COLUMNS, EXACT, MASK, DROP, CAP, True,
+        COLUMNS, EXACT, MASK, DROP, CAP, KEYS, False,
     )  # fmt: skip
     acc, top, total = forward_span(
-        acc, top, total, qs, k, v, row, drawn, mask, outer, end, feature, feature_v,
+        acc, top, total, qs, k, v, row, drawn, mask, row_ids, column_ids, inner, outer, feature, feature_v,
         kn, kd, vn, vd, mn, mk, bound, factor, scale, cap, before, behind, rows, columns, width, width_v,
-        COLUMNS, EXACT, MASK, DROP, CAP, False,
+        COLUMNS, EXACT, MASK, DROP, CAP, KEYS, True,
+    )  # fmt: skip
+    acc, top, total = forward_span(
+        acc, top, total, qs, k, v, row, drawn, mask, row_ids, column_ids, outer, end, feature, feature_v,
+        kn, kd, vn, vd, mn, mk, bound, factor, scale, cap, before, behind, rows, columns, width, width_v,
+        COLUMNS, EXACT, MASK, DROP, CAP, KEYS, False,
     )  # fmt: skip
     acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     place = y + b * yb + h * yh + row[:, None].to(tl.int64) * yn + feature_v[None, :] * yd
@@ -281,13 +324,14 @@ def forward_kernel(
 
 @triton.jit
 def cotangents(
-    qs, gs, ks, vs, row, column, drawn, level, shares, mask, mn, mk, bound, factor, scale, cap, before, behind,
-    rows, columns, MASK: tl.constexpr, DROP: tl.constexpr, CAP: tl.constexpr, INSIDE: tl.constexpr,
+    qs, gs, ks, vs, row, column, drawn, level, shares, mask, row_ids, column_ids, mn, mk, bound, factor, scale, cap,
+    before, behind, rows, columns, MASK: tl.constexpr, DROP: tl.constexpr, CAP: tl.constexpr, KEYS: tl.constexpr,
+    INSIDE: tl.constexpr,
 ):  # fmt: skip
     """(dropped weights, cotangents of scores) of a tile, from its scores computed anew."""
     s, slope = changed(
-        tl.dot(qs, tl.trans(ks)), row, column, mask, mn, mk, scale, cap, before, behind, rows, columns,
-        MASK, CAP, INSIDE,
+        tl.dot(qs, tl.trans(ks)), row, column, mask, row_ids, column_ids, mn, mk, scale, cap, before, behind,
+        rows, columns, MASK, CAP, KEYS, INSIDE,
     )  # fmt: skip
     p = tl.exp2(s - level[:, None])
     dp = tl.dot(gs, tl.trans(vs))
@@ -316,10 +360,10 @@ def rows_told(lse, share, draws, at, row, rows, DROP: tl.constexpr):
 
 @triton.jit
 def columns_span(
-    dk, dv, ks, vs, g, q, lse, share, draws, mask, at, column, begin, end, feature, feature_v,
+    dk, dv, ks, vs, g, q, lse, share, draws, mask, row_ids, column_ids, at, column, begin, end, feature, feature_v,
     gn, gd, qn, qd, mn, mk, bound, factor, scale, cap, before, behind, rows, columns, width, width_v,
     ROWS: tl.constexpr, EXACT: tl.constexpr, MASK: tl.constexpr, DROP: tl.constexpr, CAP: tl.constexpr,
-    INSIDE: tl.constexpr,
+    KEYS: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
     for start in range(begin, end, ROWS):
         row = start + tl.arange(0, ROWS)
@@ -327,8 +371,8 @@ def columns_span(
         gs = tile(g, row, feature_v, gn, gd, rows, width_v, INSIDE, EXACT)
         level, shares, drawn = rows_told(lse, share, draws, at, row, rows, DROP)
         d, ds = cotangents(
-            qs, gs, ks, vs, row, column, drawn, level, shares, mask, mn, mk, bound, factor, scale, cap, before, behind,
-            rows, columns, MASK, DROP, CAP, INSIDE,
+            qs, gs, ks, vs, row, column, drawn, level, shares, mask, row_ids, column_ids, mn, mk, bound, factor,
+            scale, cap, before, behind, rows, columns, MASK, DROP, CAP, KEYS, INSIDE,
         )  # fmt: skip
         dv = tl.dot(tl.trans(d.to(gs.dtype)), gs, dv)
         dk = tl.dot(tl.trans(ds.to(qs.dtype)), qs, dk)
@@ -339,9 +383,10 @@ def columns_span(
 def columns_kernel(
     g, q, k, v, share, lse, dk, dv, gb, gh, gn, gd, qb, qh, qn, qd, kb, kh, kn, kd, vb, vh, vn, vd,
     xb, xh, xn, xd, yb, yh, yn, yd,
-    mask, mb, mh, mn, mk, draws, bound, factor, scale, cap, before, behind, heads, group, rows, columns,
+    mask, mb, mh, mn, mk, draws, row_ids, column_ids, bounds, bound, factor, scale, cap, before, behind,
+    heads, group, rows, columns,
     width, width_v, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, EXACT: tl.constexpr, MASK: tl.constexpr,
-    DROP: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DROP: tl.constexpr, CAP: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Cotangents of a tile's columns of k and v: the sum over all rows that see them, of all heads that share them."""
     first = tl.program_id(0) * COLUMNS
@@ -351,25 +396,33 @@ def columns_kernel(
     ks = tile(k + b * kb + kv * kh, column, feature, kn, kd, columns, width, False, EXACT)
     vs = tile(v + b * vb + kv * vh, column, feature_v, vn, vd, columns, width_v, False, EXACT)
     sum_k, sum_v = tl.zeros((COLUMNS, WIDTH), tl.float32), tl.zeros((COLUMNS, WIDTH_V), tl.float32)
+    row_ids += b * rows * KEYS
+    column_ids += b * columns * KEYS
     begin, inner, outer, end = spans(first, COLUMNS, rows, behind, before, ROWS)
+    begin, inner, outer, end = met(
+        bounds, b * tl.num_programs(0) + tl.program_id(0), begin, inner, outer, end, ROWS, KEYS
+    )  # fmt: skip
     for i in range(group):
         h = kv * group + i
         at = b * heads + h
         gs, qs, shown = g + b * gb + h * gh, q + b * qb + h * qh, mask + b * mb + h * mh
         sum_k, sum_v = columns_span(
-            sum_k, sum_v, ks, vs, gs, qs, lse, share, draws, shown, at, column, begin, tl.minimum(inner, end),
+            sum_k, sum_v, ks, vs, gs, qs, lse, share, draws, shown, row_ids, column_ids, at, column,
+            begin, tl.minimum(inner, end),
             feature, feature_v, gn, gd, qn, qd, mn, mk, bound, factor, scale, cap, before, behind, rows, columns,
-            width, width_v, ROWS, EXACT, MASK, DROP, CAP, False,
+            width, width_v, ROWS, EXACT, MASK, DROP, CAP, KEYS, False,
         )  # fmt: skip
         sum_k, sum_v = columns_span(
-            sum_k, sum_v, ks, vs, gs, qs, lse, share, draws, shown, at, column, inner, outer,
+            sum_k, sum_v, ks, vs, gs, qs, lse, share, draws, shown, row_ids, column_ids, at, column,
+            inner, outer,
             feature, feature_v, gn, gd, qn, qd, mn, mk, bound, factor, scale, cap, before, behind, rows, columns,
-            width, width_v, ROWS, EXACT, MASK, DROP, CAP, True,
+            width, width_v, ROWS, EXACT, MASK, DROP, CAP, KEYS, True,
         )  # fmt: skip
         sum_k, sum_v = columns_span(
-            sum_k, sum_v, ks, vs, gs, qs, lse, share, draws, shown, at, column, outer, end,
+            sum_k, sum_v, ks, vs, gs, qs, lse, share, draws, shown, row_ids, column_ids, at, column,
+            outer, end,
             feature, feature_v, gn, gd, qn, qd, mn, mk, bound, factor, scale, cap, before, behind, rows, columns,
-            width, width_v, ROWS, EXACT, MASK, DROP, CAP, False,
+            width, width_v, ROWS, EXACT, MASK, DROP, CAP, KEYS, False,
         )  # fmt: skip
     there = column[:, None] < columns
     place = dk + b * xb + kv * xh + column[:, None].to(tl.int64) * xn + feature[None, :] * xd
@@ -380,18 +433,18 @@ def columns_kernel(
 
 @triton.jit
 def rows_span(
-    dq, qs, gs, k, v, row, drawn, level, shares, mask, begin, end, feature, feature_v,
+    dq, qs, gs, k, v, row, drawn, level, shares, mask, row_ids, column_ids, begin, end, feature, feature_v,
     kn, kd, vn, vd, mn, mk, bound, factor, scale, cap, before, behind, rows, columns, width, width_v,
     COLUMNS: tl.constexpr, EXACT: tl.constexpr, MASK: tl.constexpr, DROP: tl.constexpr, CAP: tl.constexpr,
-    INSIDE: tl.constexpr,
+    KEYS: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
     for start in range(begin, end, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
         ks = tile(k, column, feature, kn, kd, columns, width, INSIDE, EXACT)
         vs = tile(v, column, feature_v, vn, vd, columns, width_v, INSIDE, EXACT)
         _, ds = cotangents(
-            qs, gs, ks, vs, row, column, drawn, level, shares, mask, mn, mk, bound, factor, scale, cap, before, behind,
-            rows, columns, MASK, DROP, CAP, INSIDE,
+            qs, gs, ks, vs, row, column, drawn, level, shares, mask, row_ids, column_ids, mn, mk, bound, factor,
+            scale, cap, before, behind, rows, columns, MASK, DROP, CAP, KEYS, INSIDE,
         )  # fmt: skip
         dq = tl.dot(ds.to(ks.dtype), ks, dq)
     return dq
@@ -400,9 +453,10 @@ def rows_span(
 @triton.jit
 def rows_kernel(
     g, q, k, v, share, lse, dq, gb, gh, gn, gd, qb, qh, qn, qd, kb, kh, kn, kd, vb, vh, vn, vd, xb, xh, xn, xd,
-    mask, mb, mh, mn, mk, draws, bound, factor, scale, cap, before, behind, heads, group, rows, columns,
+    mask, mb, mh, mn, mk, draws, row_ids, column_ids, bounds, bound, factor, scale, cap, before, behind,
+    heads, group, rows, columns,
     width, width_v, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, EXACT: tl.constexpr, MASK: tl.constexpr,
-    DROP: tl.constexpr, CAP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    DROP: tl.constexpr, CAP: tl.constexpr, KEYS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """The cotangent of a tile's rows of q: the sum over all columns that they see."""
     first = tl.program_id(0) * ROWS
@@ -412,25 +466,33 @@ def rows_kernel(
     k += b * kb + h // group * kh
     v += b * vb + h // group * vh
     mask += b * mb + h * mh
+    row_ids += b * rows * KEYS
+    column_ids += b * columns * KEYS
     qs = tile(q + b * qb + h * qh, row, feature, qn, qd, rows, width, False, EXACT)
     gs = tile(g + b * gb + h * gh, row, feature_v, gn, gd, rows, width_v, False, EXACT)
     level, shares, drawn = rows_told(lse, share, draws, at, row, rows, DROP)
     total = tl.zeros((ROWS, WIDTH), tl.float32)
     begin, inner, outer, end = spans(first, ROWS, columns, before, behind, COLUMNS)
-    total = rows_span(
-        total, qs, gs, k, v, row, drawn, level, shares, mask, begin, tl.minimum(inner, end), feature, feature_v,
-        kn, kd, vn, vd, mn, mk, bound, factor, scale, cap, before, behind, rows, columns, width, width_v,
-        COLUMNS, EXACT, MASK, DROP, CAP, False,
+    begin, inner, outer, end = met(
+        bounds, b * tl.num_programs(0) + tl.program_id(0), begin, inner, outer, end, COLUMNS, KEYS
     )  # fmt: skip
     total = rows_span(
-        total, qs, gs, k, v, row, drawn, level, shares, mask, inner, outer, feature, feature_v,
+        total, qs, gs, k, v, row, drawn, level, shares, mask, row_ids, column_ids, begin, tl.minimum(inner, end),
+        feature, feature_v,
         kn, kd, vn, vd, mn, mk, bound, factor, scale, cap, before, behind, rows, columns, width, width_v,
-        COLUMNS, EXACT, MASK, DROP, CAP, True,
+        COLUMNS, EXACT, MASK, DROP, CAP, KEYS, False,
     )  # fmt: skip
     total = rows_span(
-        total, qs, gs, k, v, row, drawn, level, shares, mask, outer, end, feature, feature_v,
+        total, qs, gs, k, v, row, drawn, level, shares, mask, row_ids, column_ids, inner, outer,
+        feature, feature_v,
         kn, kd, vn, vd, mn, mk, bound, factor, scale, cap, before, behind, rows, columns, width, width_v,
-        COLUMNS, EXACT, MASK, DROP, CAP, False,
+        COLUMNS, EXACT, MASK, DROP, CAP, KEYS, True,
+    )  # fmt: skip
+    total = rows_span(
+        total, qs, gs, k, v, row, drawn, level, shares, mask, row_ids, column_ids, outer, end,
+        feature, feature_v,
+        kn, kd, vn, vd, mn, mk, bound, factor, scale, cap, before, behind, rows, columns, width, width_v,
+        COLUMNS, EXACT, MASK, DROP, CAP, KEYS, False,
     )  # fmt: skip
     place = dq + b * xb + h * xh + row[:, None].to(tl.int64) * xn + feature[None, :] * xd
     there = (row[:, None] < rows) & (feature[None, :] < width)

@@ -14,6 +14,7 @@ from mycel.plan.idle_experts import refuse_idle
 from mycel.plan.known import KnownLayouts
 from mycel.plan.ledger import ErrorBars, Measured, error_bars, write_down
 from mycel.plan.links import Links
+from mycel.plan.list_schedules import searched
 from mycel.plan.offload import (
     AUTO,
     KINDS,
@@ -52,7 +53,6 @@ from mycel.plan.schedule import (
     PipelineSchedule,
     StageCosts,
     orders_text,
-    searched,
     splits,
     step_names,
     timeline,

@@ -30,8 +30,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+
+import torch
 
 from mycel.ir import (
     CONTROL,
@@ -40,6 +42,7 @@ from mycel.ir import (
     Block,
     Eqn,
     Program,
+    Type,
     Var,
     call,
     cond,
@@ -292,9 +295,9 @@ class Clock:
         if self.moves and block is program.main:
             _wait_for_host(lines, program)
         if compiled:
-            _remember(lines, block, there, moments(block, groups, there))
+            _remember(lines, block, there, moments(block, groups, there), self.hardware.widens)
         else:
-            _remember(lines, block, None, range(len(lines)))
+            _remember(lines, block, None, range(len(lines)), self.hardware.widens)
         return lines
 
 
@@ -578,9 +581,30 @@ def _stacked(eqn: Eqn) -> int:
     return sum(rows) + max(rows, default=0)
 
 
-def _remember(lines: Sequence[Line], block: Block, there: Collection[Var] | None, when: Sequence[int]) -> None:
+def _scratch(eqn: Eqn, widens: Collection[torch.dtype]) -> int:
+    """Bytes besides its results that an equation takes.  A product of 16 bits that is computed in 32
+    (`transform/wide_products.py`) takes copies of its operands, and of its results before they are rounded."""
+    scratch, types = eqn.op.scratch, eqn.input_types
+    is_wide = bool(widens) and (eqn.op.product or eqn.op.precision == "low")
+    copies = [v for v in dict.fromkeys(eqn.vars) if v.dtype in widens] if is_wide else []
+    if not copies:
+        return scratch(*types, **eqn.params) if scratch is not None else 0
+    wide = [replace(t, dtype=torch.float32) if isinstance(t, Type) and t.dtype in widens else t for t in types]
+    results = [v for v in eqn.outputs if v.dtype in widens]
+    wider = 2 * sum(map(size, results))
+    inside = scratch(*wide, **eqn.params) if scratch is not None else 0
+    return max(inside + 2 * sum(map(size, copies)) + wider - sum(map(size, results)), wider)
+
+
+def _remember(
+    lines: Sequence[Line],
+    block: Block,
+    there: Collection[Var] | None,
+    when: Sequence[int],
+    widens: Collection[torch.dtype] = (),
+) -> None:
     """Enters what each line makes and frees; `there`: the values that lie in memory, None: all; `when`: the line at
-    which each one runs."""
+    which each one runs; `widens`: dtypes of products that are computed in 32 bits."""
     owner = owners(block)
     end = {owner[v]: len(lines) for v in block.outputs if v in owner}
     for i, eqn in enumerate(block.eqns):
@@ -598,8 +622,7 @@ def _remember(lines: Sequence[Line], block: Block, there: Collection[Var] | None
                     at.new += bytes_
                     if end[v] < len(lines):
                         lines[end[v]].freed += bytes_
-        scratch = eqn.op.scratch
-        needed = scratch(*eqn.input_types, **eqn.params) if scratch is not None else 0
+        needed = _scratch(eqn, widens)
         if needed:
             line.inner = needed + sum(map(size, eqn.outputs))
 

@@ -129,9 +129,9 @@ class Cluster:
         kind = _named(preset[1], "the cluster")
         if hosts_given:  # h100x8x4: hosts x devices
             return _cluster({"device": preset[1], "hosts": int(preset[2]), "devices": int(preset[3])}, text)
-        world = int(preset[2] or 1)
+        world = _count(int(preset[2] or 1), f"{text}: devices")
         devices = min(kind.devices, world)
-        if world % max(devices, 1):
+        if world % devices:
             inside = max(n for n in range(1, kind.devices) if world % n == 0)
             raise PlanError(
                 f"{text}: {world} devices are not a whole number of hosts of {kind.devices}\n"

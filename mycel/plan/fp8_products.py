@@ -6,9 +6,9 @@ A linear layer is a product (`linear`, `matmul`) with a matrix that is made of p
     last             where no other layer follows on the way to the loss: a head
     router           where integers are made of its result: it chooses
     sizes            where a size is no multiple of 16
-    too small        where 8 bits would take as long: operands have to be converted first.  The product and its two
-                     gradients, as the device's figures have them; where it has none for 8 bits (a CPU, which emulates
-                     them) this is not asked
+    too small        where 8 bits would take as long: operands have to be converted first, of products that read the
+                     same one once.  The product and its two gradients, as the device's figures have them; where it
+                     has none for 8 bits (a CPU, which emulates them) this is not asked
     other product    where there is no such kernel: convolutions, experts, recurrent layers
     branch or loop   where a block is run that is no plain call
 
@@ -18,7 +18,7 @@ A block that is called several times has one answer: it is first or last where i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -64,18 +64,15 @@ def fp8_products(program: Program, hardware: Hardware, compiled: bool) -> Fp8Pro
     for visit in flow.visits:
         if visit.weight is not None:
             visits[visit.place].append(visit)
-    pays: dict[object, bool] = {}
+    reasons = {place: flow.by_default(of_place) or _by_size(of_place[0].eqn) for place, of_place in visits.items()}
+    if hardware.quarter is not None:
+        likely = {place: visits[place][0].eqn for place, reason in reasons.items() if not reason}
+        reasons |= dict.fromkeys(_too_small(likely, costs), "too small to pay")
     narrow: dict[EqnPlace, Op] = {}
     wide: dict[str, list[str]] = {}
     layers, flops = [0, 0], [0.0, 0.0]
     for place, of_place in visits.items():
-        eqn = of_place[0].eqn
-        reason = flow.by_default(of_place) or _by_size(eqn)
-        if not reason and hardware.quarter is not None:
-            key = eqn.op, eqn.input_types
-            if key not in pays:
-                pays[key] = _seconds(IN_EIGHT_BITS[eqn.op], eqn, costs) < _seconds(eqn.op, eqn, costs)
-            reason = "" if pays[key] else "too small to pay"
+        eqn, reason = of_place[0].eqn, reasons[place]
         work = len(of_place) * eqn.op.cost(eqn.input_types, dict(eqn.params)).flops
         layers[1] += len(of_place)
         flops[1] += work
@@ -118,15 +115,61 @@ def _by_size(eqn: Eqn) -> str:
     return f"a size is no multiple of {FP8_MULTIPLE}" if odd or x.ndim < 2 else ""
 
 
-def _seconds(op: Op, eqn: Eqn, costs: Costs) -> float:
-    """A product with its two gradients, as kernels of their own."""
+def _too_small(likely: Mapping[EqnPlace, Eqn], costs: Costs) -> Iterator[EqnPlace]:
+    """Those that 8 bits do not make faster.  Of products that read the same operand one after another goes that costs
+    more than it saves."""
+    readers: dict[tuple[str, Atom], list[EqnPlace]] = defaultdict(list)
+    for place, eqn in likely.items():
+        readers[place[0], eqn.inputs[0]].append(place)
+    known: dict[object, float] = {}
+
+    def seconds(price: Callable[[Sequence[Eqn], Costs], float], eqns: Sequence[Eqn]) -> float:
+        key = price, tuple((eqn.op, eqn.input_types) for eqn in eqns)
+        if key not in known:
+            known[key] = price(eqns, costs)
+        return known[key]
+
+    def loss(place: EqnPlace, chosen: Sequence[EqnPlace]) -> float:
+        """Seconds more than in 16 bits, beside the others that are chosen."""
+        own, all_of_them = likely[place], [likely[each] for each in chosen]
+        rest = [likely[each] for each in chosen if each != place]
+        return seconds(_narrow_seconds, all_of_them) - seconds(_narrow_seconds, rest) - seconds(_wide_seconds, [own])
+
+    for chosen in readers.values():
+        while chosen:
+            worst = max(chosen, key=lambda place: loss(place, chosen))
+            if loss(worst, chosen) <= 0:
+                break
+            chosen.remove(worst)
+            yield worst
+
+
+def _gradients(eqns: Sequence[Eqn], ops: Mapping[Op, Op]) -> Builder:
+    """Products of one operand with their gradients, by other operators where `ops` has them."""
     b = Builder()
-    x, w = (b.input(name, v.type) for name, v in zip("xw", eqn.vars, strict=True))
-    g = b.input("g", eqn.outputs[0].type)
-    assert op.vjp is not None
+    x = b.input("x", eqns[0].input_types[0]) if eqns else None
+    for eqn in eqns:
+        op = ops.get(eqn.op, eqn.op)
+        assert op.vjp is not None
+        w, g = b.input("w", eqn.input_types[1]), b.input("g", eqn.outputs[0].type)
+        with b:
+            op.vjp(g, op(x, w), x, w)
+    return b
+
+
+def _wide_seconds(eqns: Sequence[Eqn], costs: Costs) -> float:
+    return sum(costs.kernel(each) for each in _gradients(eqns, {}).eqns if each.op.write is None)
+
+
+def _narrow_seconds(eqns: Sequence[Eqn], costs: Costs) -> float:
+    """In 8 bits, each operand converted once; by rows that is merged with what is before it, where a compiler is."""
+    b = Builder()
     with b:
-        op.vjp(g, op(x, w), x, w)
-    return sum(costs.kernel(each) for each in b.eqns if each.op.write is None)
+        for eqn in _gradients(eqns, IN_EIGHT_BITS).eqns:
+            assert eqn.op.expand is not None
+            eqn.op.expand(*eqn.inputs, **eqn.params)
+    once = {(each.op, each.inputs, each.params): each for each in b.eqns if each.op.write is None}
+    return sum(costs.seconds(each, each.outputs) for each in once.values())
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ import yaml
 
 from mycel.errors import PlanError
 from mycel.ir import Mesh
+from mycel.ops.product_speed import HALVES, slow_products
 from mycel.plan.links import CPU_LINK, GPU_LINK, Link, Links, fitted
 
 Curve = tuple[tuple[float, float], ...]  # (work, work a second), by rising work
@@ -57,6 +58,7 @@ class Hardware:
     levels          the wires to other ranks, innermost first
     host_bytes_s    copies between host and device, each way; `host_memory`: bytes of the host, where known
     update_bytes_s  of the host's memory, that updates of parameters there read and write; None: not measured
+    widens          dtypes of 16 bits whose products are computed in 32, on copies of their operands
     """
 
     name: str
@@ -75,6 +77,7 @@ class Hardware:
     quarter: float | None = None
     rates: Mapping[str, Curve] = field(default_factory=dict, hash=False)
     levels: tuple[Link, ...] = ()
+    widens: frozenset[torch.dtype] = frozenset()
 
     def flops(self, dtype: torch.dtype, kind: str = "", work: float = math.inf, alignment: int = 8) -> float:
         """Operations a second of a kernel of so many; `kind`: as `Op.rate_of` has it, or the
@@ -142,10 +145,9 @@ def rate(curve: Curve, work: float) -> float:
     return float(y0 ** (1 - share) * y1**share)
 
 
-# Reachable, not nominal: about 76 % of the tensor-core peak in large products (in 8 bits 60 %: an estimate for scales
-# by row; not measured here), 85 % of the memory's.  What kernels of a
-# step reach of that was seen on an H200, over Llama, GPT-2, BERT, ViT and Qwen3 (python bench/clock.py --device cuda
-# --parts); other GPUs are taken to be alike.
+# Reachable, not nominal: about 76 % of the tensor-core peak in large products (in 8 bits, scaled by row, 60 %: 1150 to
+# 1350 TFLOP/s of an H200), 85 % of the memory's.  What kernels of a step reach of that was seen on an H200, over Llama,
+# GPT-2, BERT, ViT and Qwen3 (python bench/clock.py --device cuda --parts); other GPUs are taken to be alike.
 SEEN: dict[str, Any] = {
     "launch_s": 8e-6, "reach": 0.65, "attends": 0.6, "unaligned": (0.15, 0.33, 0.33), "changes": 0.45,
 }  # fmt: skip
@@ -163,7 +165,7 @@ OTHER = Hardware("GPU", 100e12, 50e12, 0.8e12, **SEEN)
 def hardware_of(device: torch.device) -> Hardware:
     """What is known of a device: the preset, and over it what was measured of a device of this name."""
     if device.type != "cuda":
-        preset = CPU
+        preset = replace(CPU, widens=frozenset(slow_products(torch.device("cpu"), HALVES)))
     else:
         properties = torch.cuda.get_device_properties(device)
         known = next((h for key, h in KNOWN.items() if key in properties.name), OTHER)

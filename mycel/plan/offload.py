@@ -196,7 +196,7 @@ class Absence:
     """A value that nobody reads for a while: made at `made`, last read before that at `before`, next read at `use`."""
 
     var: Var
-    made: int
+    defined: int
     before: int
     use: int
     kind: str = "activations"
@@ -242,7 +242,7 @@ def absences(
         if gap[0] > 2 * hardware.move_s(size(of)) and late == [of] and not any(uses[v].is_output for v in family):
             candidates.append(Absence(of, at, before, use, kind))
     least = sum(a.bytes for a in candidates) // SMALL
-    return sorted((a for a in candidates if a.bytes >= least), key=lambda a: (a.made, a.var.name))
+    return sorted((a for a in candidates if a.bytes >= least), key=lambda a: (a.defined, a.var.name))
 
 
 def _alone(program: Program, block: Block) -> set[Var]:
@@ -417,7 +417,7 @@ class Copies:
         may still be busy with what the step before left."""
         uses = chains(self.program.blocks[self.block])
         gone = (*self.away, *self.leaving)
-        wanted = [(a.var, Departure(a.made + 1, a.before + 1, a.bytes, a.kind)) for a in gone]
+        wanted = [(a.var, Departure(a.defined + 1, a.before + 1, a.bytes, a.kind)) for a in gone]
         defined = {x: uses[x].defined for x in self._new().values()}
         wanted += [(x, Departure(i + 1, i + 1, size(x), UPDATE)) for x, i in defined.items()]
         wanted.sort(key=lambda each: each[1].ready)

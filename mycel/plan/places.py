@@ -23,7 +23,7 @@ Values cross from a smaller depth to a larger one, so no two stages wait for eac
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -220,23 +220,21 @@ class PlacedStages:
 
 def placed_stages(flow: StepFlow, places: Sequence[Place]) -> PlacedStages:
     """The stages of a step whose parameters are in places; PlanError for a place that does nothing."""
-    names, homes, depths = names_of_inputs(flow), dict[int, tuple[int, int]](), dict[Var, tuple[int, int]]()
+    names = names_of_inputs(flow)
     begun = {i: 0 for i, place in enumerate(places) if not place.stage}  # stages, by the first of them
-    for i in flow.units:
-        operands = [depths[v] for v in flow.behind(flow.block.eqns[i]) if v in depths]
-        weights = _weights(flow, i, names, places)
-        latest = max(operands, default=(0, len(places) - 1))[1]
-        at = max(weights, key=lambda p: (weights[p], p)) if weights else latest
-        if weights:
-            read = {name for v in flow.behind(flow.block.eqns[i]) for name in names.get(v, ())}
-            later = _stages_from(places, at)[begun[at] + 1 :]
-            begun[at] += next((k for k, place in enumerate(later, 1) if any(map(place.begins_at, read))), 0)
-            at += begun[at]
-        depth = max((d + (p != at) for d, p in operands), default=0)
-        homes[i] = depth, at
-        depths.update(dict.fromkeys(flow.block.eqns[i].outputs, (depth, at)))
-    there = {p for _, p in homes.values()}
-    idle = next((place for i, place in enumerate(places) if i not in there), None)
+
+    def place_at(unit: int, latest: int | None) -> int:
+        weights = _weights(flow, unit, names, places)
+        if not weights:
+            return len(places) - 1 if latest is None else latest
+        at = max(weights, key=lambda p: (weights[p], p))
+        read = {name for v in flow.behind(flow.block.eqns[unit]) for name in names.get(v, ())}
+        later = _stages_from(places, at)[begun[at] + 1 :]
+        begun[at] += next((k for k, place in enumerate(later, 1) if any(map(place.begins_at, read))), 0)
+        return at + begun[at]
+
+    placed = by_depth(flow, place_at)
+    idle = next((place for i, place in enumerate(places) if i not in placed.place), None)
     if idle is not None:
         known = sorted({name.split(".", 1)[0] for of_input in names.values() for name in of_input})
         what = (
@@ -245,6 +243,19 @@ def placed_stages(flow: StepFlow, places: Sequence[Place]) -> PlacedStages:
         raise PlanError(
             f"place: {', '.join(idle.patterns)}: {what}\n  try       names of modules, such as {', '.join(known[:4])}"
         )
+    return placed
+
+
+def by_depth(flow: StepFlow, place_at: Callable[[int, int | None], int]) -> PlacedStages:
+    """Stages by how often values have crossed on their way; `place_at`: the place of a unit, given that in which its
+    latest operand was made."""
+    homes, depths = dict[int, tuple[int, int]](), dict[Var, tuple[int, int]]()
+    for i in flow.units:
+        eqn = flow.block.eqns[i]
+        operands = [depths[v] for v in flow.behind(eqn) if v in depths]
+        at = place_at(i, max(operands)[1] if operands else None)
+        homes[i] = max((d + (p != at) for d, p in operands), default=0), at
+        depths.update(dict.fromkeys(eqn.outputs, homes[i]))
     order = sorted(set(homes.values()))
     number = {home: s for s, home in enumerate(order)}
     stages = assigned(flow, {i: number[home] for i, home in homes.items()}, len(order))

@@ -69,7 +69,7 @@ from mycel.plan.offload import UNSAID, Offload
 from mycel.plan.places import Place, place_of, places_data, places_mesh, read_places, refuse_beside_places
 from mycel.plan.plan_file import plan_data, plan_yaml
 from mycel.plan.residuals import Residuals
-from mycel.plan.schedule import PLACE_SCHEDULES, PipelineSchedule, named, read_orders, splits, stages_a_rank
+from mycel.plan.schedule import PLACE_SCHEDULES, PipelineSchedule, named, read_orders, stages_a_rank
 from mycel.plan.synchronising import SyncPolicy, read_sync, refuse_codec, refuse_layouts, sync_text
 from mycel.plan.zero import read_zero, zero_data
 from mycel.sizes import shown
@@ -202,11 +202,6 @@ class Plan:
             raise PlanError(f"at_once: {self.at_once!r}\n  try       1, or 2 microbatches")
         if self.at_once == 1:
             return
-        if self.is_pipeline and splits(self.schedule):
-            raise PlanError(
-                f"at_once: {self.at_once}: schedule {self.schedule} has weights in steps of their own, and two that "
-                "are woven share theirs\n  try       schedule: 1f1b, gpipe or interleaved, or at_once: 1"
-            )
         others = {"place": self.place, "offload": not self.offload.is_none}
         refused = next((name for name, given in others.items() if given), None)
         if refused is not None:

@@ -72,13 +72,13 @@ def weights(
     used_as_given = made_of(g, [*(i for i, layout in given.items() if place(layout, axis) >= 0), *free]) - derived
     wanted = {source.node for source, node, _, _ in g.edges if source.node[0] == "hub" and node not in late}
     late |= {node for node in g.ports if node[0] == "hub" and node not in wanted}  # on its way to updates alone
-    found, come = {}, _come(g)
+    weight, come = {}, _come(g)
     for source, node, _, _ in g.edges:
         if source in used_as_given or (wide and node in g.eqns and _widens(g.eqns[node])):
-            found[source, node] = by.as_given
+            weight[source, node] = by.as_given
         elif source in derived or (node in late and source.node not in come):
-            found[source, node] = by.hidden
-    return found
+            weight[source, node] = by.hidden
+    return weight
 
 
 def _come(g: Graph) -> set[Node]:
@@ -88,35 +88,35 @@ def _come(g: Graph) -> set[Node]:
     for source, node, _, _ in g.edges:
         uses.setdefault(source.node, []).append(node)
     todo = [node for node, eqn in g.eqns.items() if eqn.op.name == "summed"]
-    found = set(todo)
+    reached = set(todo)
     while todo:
-        more = [n for n in uses.get(todo.pop(), ()) if n not in found and not (n in g.eqns and updates(g.eqns[n]))]
-        found.update(more)
+        more = [n for n in uses.get(todo.pop(), ()) if n not in reached and not (n in g.eqns and updates(g.eqns[n]))]
+        reached.update(more)
         todo += more
-    return found
+    return reached
 
 
 def made_of(g: Graph, inputs: Iterable[int]) -> set[Source]:
     """Inputs of the entry, and values made of one of them alone."""
-    found = {Source(g.port(g.program.entry, i), 0) for i in inputs}
-    if not found:
-        return found
+    sources = {Source(g.port(g.program.entry, i), 0) for i in inputs}
+    if not sources:
+        return sources
     waits: dict[Node, int] = {}  # by node: for how many of its sources, all of which it needs
     uses: dict[Source, list[Node]] = {}
     for source, node, _, _ in g.edges:
         waits[node] = waits.get(node, 0) + 1
         uses.setdefault(source, []).append(node)
     alone = {node for node, n in waits.items() if n == 1 or node in g.ports}
-    todo = list(found)
+    todo = list(sources)
     while todo:
         for node in uses.get(todo.pop(), ()):
             waits[node] -= 1
             if not waits[node] and node in alone:
                 count = len(g.options[node].outputs) if node in g.options else 1
-                more = [x for x in (Source(node, j) for j in range(count)) if x not in found]
-                found.update(more)
+                more = [x for x in (Source(node, j) for j in range(count)) if x not in sources]
+                sources.update(more)
                 todo += more
-    return found
+    return sources
 
 
 def norm_labels(g: Graph, given: Given, axis: str, free: Collection[int] = ()) -> dict[Node, Label]:
@@ -135,12 +135,12 @@ def norm_labels(g: Graph, given: Given, axis: str, free: Collection[int] = ()) -
         for source, node, _, _ in g.edges
         if node in state and origin(source)[:2] != ("in", g.program.entry)
     }
-    found = {}
+    labels = {}
     for source, node, operand, _ in g.edges:
         if node in g.eqns and g.eqns[node].op.name == "global_norm" and source in lies:
             where = lies[source]
-            found[node] = Label(f"p{operand}d{where}") if where >= 0 else SAME
-    return found
+            labels[node] = Label(f"p{operand}d{where}") if where >= 0 else SAME
+    return labels
 
 
 def updates(eqn: Eqn) -> bool:

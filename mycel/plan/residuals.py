@@ -85,22 +85,22 @@ def backward_inputs(program: Program, block: Block, forward: int, backward: int)
 def expressions(block: Block) -> dict[Var, object]:
     """What each value between calls is made of: two that are equal here are the same tensor.  A weight that is gathered
     for forward and gathered again for backward is one of these."""
-    made: dict[Var, object] = {}
+    by_value: dict[Var, object] = {}
     for eqn in block.eqns:
         if eqn.op in CONTROL or eqn.op.effect or len(eqn.outputs) != 1:
             continue
-        made[eqn.outputs[0]] = hash((eqn.op.name, eqn.params, tuple(_made_of(x, made) for x in eqn.inputs)))
-    return made
+        by_value[eqn.outputs[0]] = hash((eqn.op.name, eqn.params, tuple(_made_of(x, by_value) for x in eqn.inputs)))
+    return by_value
 
 
-def _made_of(x: object, made: Mapping[Var, object]) -> object:
-    return made.get(x, x) if isinstance(x, Var) else x
+def _made_of(x: object, expressions: Mapping[Var, object]) -> object:
+    return expressions.get(x, x) if isinstance(x, Var) else x
 
 
-def twins(made: Mapping[Var, object], forward: Eqn, backward: Eqn) -> dict[Var, Atom]:
+def twins(expressions: Mapping[Var, object], forward: Eqn, backward: Eqn) -> dict[Var, Atom]:
     """Operands of a call -> those of the call of its backward that are the same tensor made once more."""
-    there = {made[y]: y for y in backward.vars if y in made}
-    return {x: there[made[x]] for x in forward.vars if x in made and made[x] in there}
+    there = {expressions[y]: y for y in backward.vars if y in expressions}
+    return {x: there[expressions[x]] for x in forward.vars if x in expressions and expressions[x] in there}
 
 
 def residuals(program: Program, body: str, costs: Costs, prices: Sequence[float]) -> Residuals:
@@ -136,13 +136,13 @@ class KeepChoices:
         program, block = self.program, self.program.blocks[self.body]
         free = {*block.inputs, *_kept_anyway(block)}
         readers = Counter(v for eqn in block.eqns if eqn.op is call and is_backward(eqn) for v in set(eqn.vars))
-        made, pairs = expressions(block), []
+        values, pairs = expressions(block), []
         for i, j in paired(block):
             f, b = block.eqns[i], block.eqns[j]
             inner = program.blocks[f.params["block"]]
             needed = tuple(dict.fromkeys(backward_inputs(program, block, i, j).values()))
             share: dict[Var, float] = {}
-            again = twins(made, f, b)
+            again = twins(values, f, b)
             for x, v in zip(f.inputs, inner.inputs, strict=True):
                 share[v] = 0.0 if not isinstance(x, Var) or x in free or x in again else 1 / max(readers[x], 1)
             for x, out in zip(f.outputs, inner.outputs, strict=True):
@@ -161,8 +161,8 @@ class KeepChoices:
         late = backward_part(block)
         is_late = [e in late for e in block.eqns]
         early = tuple(e for e, x in zip(block.eqns, is_late, strict=True) if not x)
-        made = {v for e in early for v in e.outputs}
-        needed = dict.fromkeys(v for e, x in zip(block.eqns, is_late, strict=True) if x for v in e.vars if v in made)
+        inside = {v for e in early for v in e.outputs}
+        needed = dict.fromkeys(v for e, x in zip(block.eqns, is_late, strict=True) if x for v in e.vars if v in inside)
         if not needed:
             return None
         share = {**_lifetimes(block, self.costs), **dict.fromkeys(block.inputs, 0.0)}

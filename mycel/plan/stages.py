@@ -16,12 +16,12 @@ type) is *free*: cheap, and computed by every stage that asks for it.  Staged fo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from mycel.errors import PlanError
-from mycel.ir import CONTROL, Atom, Block, Eqn, Program, Var, chains, cond, loop, scan
+from mycel.ir import CONTROL, Atom, Block, Eqn, Program, Role, Var, chains, cond, loop, scan
 from mycel.ops import o
 from mycel.ops.gradient_norm import OVER_STAGES
 from mycel.ops.optimisers import is_group_update
@@ -86,10 +86,10 @@ class CarrySum:
 
 
 class StepFlow:
-    """What depends on what in a step, before it is cut."""
+    """What depends on what in a step, before it is cut; `held`: inputs that, as parameters, not all ranks hold."""
 
-    def __init__(self, program: Program, name: str) -> None:
-        self.program, self.body = program, StepBody.of(program, name)
+    def __init__(self, program: Program, name: str, held: Collection[Role] = ()) -> None:
+        self.program, self.body, self.held = program, StepBody.of(program, name), held
         self.block = self.body.block
         self.backward = self._backward()
         self.makers = {v: i for i, e in enumerate(self.block.eqns) for v in e.outputs}
@@ -127,7 +127,8 @@ class StepFlow:
         """What each value of the body depends on."""
         outer, program = dict[Var, int](), self.program
         for v in program.inputs:
-            kind = program.role(v).kind
+            role = program.role(v)
+            kind = "parameter" if role in self.held else role.kind
             changes = kind in ("buffer", "variable") and v.name in program.updates
             outer[v] = PARAMETERS if kind == "parameter" else DATA if kind in ("batch", "key", "count") else 0
             outer[v] = STAGED if changes else outer[v]
@@ -404,12 +405,18 @@ def modules_around(flow: StepFlow, lists: Sequence[str]) -> tuple[str, ...]:
 
 def names_of_inputs(flow: StepFlow) -> dict[Var, set[str]]:
     """Inputs of the body -> the parameters they come from."""
+    roles = roles_of_inputs(flow)
+    names = {v: {role.name for role in of if role.kind == "parameter"} for v, of in roles.items()}
+    return {v: of for v, of in names.items() if of}
+
+
+def roles_of_inputs(flow: StepFlow) -> dict[Var, set[Role]]:
+    """Inputs of the body -> the inputs of the program they come from."""
     program = flow.program
-    names = {v: {program.role(v).name} for v in program.inputs_of("parameter")}
+    roles = {v: {program.role(v)} for v in program.inputs}
     for eqn in program.main.eqns[: flow.body.at]:
-        of_eqn = set().union(*(names.get(v, set()) for v in eqn.vars))
-        names.update({v: of_eqn for v in eqn.outputs if of_eqn})
-    return {v: names[x] for v, x in flow.body.outer.items() if isinstance(x, Var) and x in names}
+        roles.update(dict.fromkeys(eqn.outputs, set().union(*(roles.get(v, set()) for v in eqn.vars))))
+    return {v: roles[x] for v, x in flow.body.outer.items() if isinstance(x, Var)}
 
 
 def _is_in(name: str, module: str) -> bool:

@@ -2,7 +2,7 @@
 
 from mycel.ops.space import settle_hosts
 from mycel.run.allocator import keep_freed_memory
-from mycel.run.compile import start_workers, warm_up, without_collector
+from mycel.run.compile import start_workers, stop_workers, warm_up, without_collector
 from mycel.run.emit import emit, load
 from mycel.run.host_space import HostSpace, available, moves
 from mycel.run.interpret import interpret, not_finite
@@ -12,6 +12,7 @@ from mycel.run.replay import CudaGraph, GraphPool, Replayed
 from mycel.run.replayed_calls import replayed_call
 from mycel.run.simulate import part_of, simulate, simulate_places, simulate_stages
 from mycel.run.trace import Span, recording
+from mycel.run.wide_calls import wide_calls
 
 __all__ = [
     "CudaGraph",
@@ -35,9 +36,11 @@ __all__ = [
     "simulate_places",
     "simulate_stages",
     "start_workers",
+    "stop_workers",
     "timed_codecs",
     "timed_messages",
     "warm_up",
+    "wide_calls",
     "without_collector",
     "world",
 ]

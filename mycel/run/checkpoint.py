@@ -136,12 +136,30 @@ def load_latest_parts(
 ) -> tuple[Loaded, list[str]]:
     """The same under a mesh: each rank its own parts, of one checkpoint none of whose parts is damaged on any."""
 
-    def parts(path: Path) -> Loaded:
-        manifest = read_manifest(path)
-        tensors = load_parts(path, wanted(manifest), ranks.mesh, ranks.rank, device, manifest)
-        return Loaded(manifest.step, tensors, manifest.meta, path, manifest.plan)
+    return _newest(Path(folder), lambda path: _own_parts(path, wanted, ranks, device), ranks)
 
-    return _newest(Path(folder), parts, ranks)
+
+def load_named_parts(
+    path: Path, wanted: Callable[[Manifest], Wanted], ranks: MeshProcess, device: str | torch.device = "cpu"
+) -> Loaded:
+    """The same of just that checkpoint; refused on all ranks where one cannot read its parts."""
+    loaded, why = None, None
+    try:
+        loaded = _own_parts(path, wanted, ranks, device)
+    except CheckpointError as e:
+        why = str(e)
+    troubles = [trouble for trouble in ranks.tell(why) if trouble is not None]
+    if loaded is None or troubles:
+        raise CheckpointError(troubles[0])
+    return loaded
+
+
+def _own_parts(
+    path: Path, wanted: Callable[[Manifest], Wanted], ranks: MeshProcess, device: str | torch.device
+) -> Loaded:
+    manifest = read_manifest(path)
+    tensors = load_parts(path, wanted(manifest), ranks.mesh, ranks.rank, device, manifest)
+    return Loaded(manifest.step, tensors, manifest.meta, path, manifest.plan)
 
 
 def _newest(folder: Path, read_one: Callable[[Path], Loaded], ranks: MeshProcess) -> tuple[Loaded, list[str]]:
@@ -159,7 +177,7 @@ def _newest(folder: Path, read_one: Callable[[Path], Loaded], ranks: MeshProcess
         refused[left[-1]] = troubles[0]
     seen = "".join(f"\n  tried     {why}" for why in refused.values())
     what = "no checkpoint is undamaged" if refused else "there is no checkpoint"
-    raise CheckpointError(f"{what}{seen}\n  at        {folder}\n  try       a new run, in another folder")
+    raise CheckpointError(f"{what}{seen}\n  at        {folder}\n  try       a folder that holds one, or a new start")
 
 
 class Saver:

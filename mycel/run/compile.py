@@ -1,8 +1,4 @@
-"""Generated functions through torch.compile: each distinct one once, as one graph, for its shapes alone.
-
-What is compiled is kept on disk by torch itself (its FX graph cache), under a key of the graph: a second process start
-finds it there.
-"""
+"""Beside torch's compiler: its processes and the device's libraries get ready while the program is still being made."""
 
 from __future__ import annotations
 
@@ -10,17 +6,12 @@ import contextlib
 import functools
 import gc
 import threading
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 
 from mycel.ir import Program, Type, Var, walk
-
-
-def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled at its first call."""
-    return torch.compile(fn, fullgraph=True, dynamic=False)
+from mycel.run.compiled_blocks import BlockServer
 
 
 @contextlib.contextmanager
@@ -35,9 +26,20 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
-@functools.cache
 def start_workers() -> None:
-    """Load the compiler and start its worker processes: they get ready while the program is still being made."""
+    """Load the compiler and start its worker processes."""
+    BlockServer.start()
+    _start_pool()
+
+
+def stop_workers() -> None:
+    """Nothing of the program is compiled; torch's own processes stay for the next one."""
+    BlockServer.stop()
+
+
+@functools.cache
+def _start_pool() -> None:
+    """torch's own processes, for kernels."""
     from torch._inductor.async_compile import AsyncCompile
 
     AsyncCompile.warm_pool()

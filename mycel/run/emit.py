@@ -18,6 +18,7 @@ import linecache
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,12 +44,24 @@ from mycel.ir import (
     walk,
 )
 from mycel.ops import o
-from mycel.run.compile import compiled as compile_function
-from mycel.run.kernels import literal, sources_of, write, write_inplace, write_into
+from mycel.run.compiled_blocks import CompiledProgram
+from mycel.run.kernels import class_source, literal, sources_of, write, write_inplace, write_into
 from mycel.run.memory_sharing import given_away, owned_results, replaced_if, reusable, shared_outputs, summing
+from mycel.run.own_gradient import OwnGradient
 
 _ROOMS = {"mycel.ops.across": "across"}  # where operators are that ask the run's communicator, if not in collective
-_TAKEN = {*keyword.kwlist, *dir(builtins), "torch", "math", "base64", "device", "ranks", "across", "spaces"}
+_TAKEN = {
+    *keyword.kwlist,
+    *dir(builtins),
+    "torch",
+    "math",
+    "base64",
+    "device",
+    "ranks",
+    "across",
+    "spaces",
+    "OwnGradient",
+}
 
 
 def emit(program: Program, device: torch.device | str = "cpu", reuse: bool = False, donate: bool = False) -> str:
@@ -61,6 +74,8 @@ def emit(program: Program, device: torch.device | str = "cpu", reuse: bool = Fal
     needed = _helpers(program, donate)
     names = _block_names(program, needed)
     inlined = _inlined(program)
+    if not reuse and any(e.op is custom for _, e in walk(program)):
+        needed["OwnGradient"] = class_source(OwnGradient)
     shared, placed, owned = shared_outputs(program), arenas(program), owned_results(program)
     functions = []
     for block in order(program):
@@ -104,16 +119,17 @@ def load(
     program: Program, device: torch.device, reuse: bool = False, donate: bool = False, compiled: Collection[str] = ()
 ) -> tuple[Callable[..., tuple[Any, ...]], str]:
     """The entry as a Python function on `device`, and its source; the functions of the blocks named in `compiled` go
-    through torch.compile."""
+    through torch's compiler, at its first call."""
     source = emit(program, device, reuse, donate)
     file = f"<mycel program {load.count}>"  # type: ignore[attr-defined]
     load.count += 1  # type: ignore[attr-defined]
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
+    run = partial(exec, compile(source, file, "exec"))
+    if compiled:
+        names = {block: name for block, name in function_names(program, donate).items() if block in compiled}
+        return CompiledProgram.of(run, program, names, source, device), source
     env: dict[str, Any] = {}
-    exec(compile(source, file, "exec"), env)
-    for block, name in function_names(program, donate).items():
-        if block in compiled:
-            env[name] = compile_function(env[name])
+    run(env)
     return env["main"], source
 
 
@@ -143,7 +159,7 @@ class _Function:
             copies,
         )
         self.name = blocks[name]
-        self.taken = {*_TAKEN, *blocks.values(), *helpers}
+        self.used = {*_TAKEN, *blocks.values(), *helpers}
         self.lines: list[str] = []
         self.indent = 1
         self.reuse = reuse
@@ -220,10 +236,10 @@ class _Function:
             base = re.sub(r"\W", "_", var.name, flags=re.ASCII)
             base = f"_{base}" if base[0].isdigit() else base
             name, i = base, 0
-            while name in self.taken:
+            while name in self.used:
                 i += 1
                 name = f"{base}_{i}"
-            self.taken.add(name)
+            self.used.add(name)
             names[var] = name
         return names[var]
 
@@ -248,6 +264,10 @@ class _Function:
             self.loop(eqn, args, outs, comment)
         elif eqn.op is scan:
             self.scan(eqn, args, outs, comment)
+        elif eqn.op is custom and not self.reuse:
+            forward, backward = (self.blocks[eqn.params[k]] for k in ("forward", "backward"))
+            args = [forward, backward, str(eqn.params["wrt"]), str(eqn.params["outs"]), *args]
+            self.line(f"{_unpack(outs)}OwnGradient.of({', '.join(args)}){comment}")
         elif eqn.op is call or eqn.op is custom:
             name = eqn.params["block" if eqn.op is call else "forward"]
             self.line(f"{_unpack(outs)}{self.blocks[name]}({', '.join(args)}){comment}")

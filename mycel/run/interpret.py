@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from mycel.errors import RunError
 from mycel.ir import CONTROL, Atom, Block, Eqn, Program, Var, call, cond, custom, lifetimes, loop, scan
 from mycel.ops import o
 from mycel.run.memory_sharing import shared_outputs
+from mycel.run.own_gradient import OwnGradient
 
 Hook = Callable[[Eqn, list[Any], list[Any]], None]
 
@@ -53,7 +55,8 @@ class _Interpreter:
         if eqn.op is call:
             return self.named(p["block"], args)
         if eqn.op is custom:
-            return self.named(p["forward"], args)
+            forward, backward = (functools.partial(self._called, p[k]) for k in ("forward", "backward"))
+            return list(OwnGradient.of(forward, backward, p["wrt"], p["outs"], *args))
         if eqn.op is cond:
             return self.named(p["then" if args[0] else "orelse"], args[1:])
         n = p.get("consts", 0)
@@ -70,6 +73,9 @@ class _Interpreter:
         outs = eqn.op.kernel(*args, **p, **extra)
         is_stack = len(eqn.outputs) == 1 and eqn.outputs[0].type.depth > 0  # a stack is a pair, and one value
         return list(outs) if isinstance(outs, (tuple, list)) and not is_stack else [outs]
+
+    def _called(self, block: str, *args: Any) -> list[Any]:
+        return self.named(block, list(args))
 
     def scan(self, p: Mapping[str, Any], args: list[Any], n: int, m: int) -> list[Any]:
         held, state, xs = args[:n], args[n:m], args[m:]

@@ -151,6 +151,12 @@ def _function_source(fn: types.FunctionType) -> dict[str, str]:
     return {**sources, fn.__name__: ast.unparse(_Kernels().visit(node))}
 
 
+def class_source(cls: type) -> str:
+    """The source of a class that needs torch alone."""
+    node = next(n for n in _module_tree(cls.__module__).body if isinstance(n, ast.ClassDef) and n.name == cls.__name__)
+    return ast.unparse(_Unannotate().visit(copy.deepcopy(node)))
+
+
 class _Kernels(ast.NodeTransformer):
     """Operators that a kernel calls become their kernels: o.exp(x) => torch.exp(x), o.cast(x, dtype=d) => o_cast(x,
     dtype=d)"""

@@ -136,6 +136,10 @@ def replaced_if(program: Program) -> set[int]:
     block, known, last = program.main, roots(program)[program.entry], lifetimes(program.main)
     new = dict(zip(program.updates, block.outputs[len(block.outputs) - len(program.updates) :], strict=True))
     position = {v: i for i, v in enumerate(block.inputs)}
+    ends: dict[int, list[tuple[int, Var]]] = {}  # when what lies in an input is read last
+    for v, at in known.items():
+        for root in at:
+            ends.setdefault(root, []).append((last[v][1], v))
     chosen = set()
     for i, eqn in enumerate(block.eqns):
         if eqn.op is not o.where:
@@ -145,7 +149,7 @@ def replaced_if(program: Program) -> set[int]:
             continue
         if old not in position or condition.ndim:
             continue
-        later = any(last[v][1] > i and position[old] in at for v, at in known.items() if v != result)
+        later = any(end > i and v != result for end, v in ends.get(position[old], ()))
         later = later or position[old] in known.get(value, ())  # what lies in it is not copied over it
         if new.get(old.name) == result and old.type == value.type == result.type and not later:
             chosen.add(i)

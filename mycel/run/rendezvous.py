@@ -118,13 +118,13 @@ class Rendezvous:
     """A process at its seat, connected to the store; each has keys of its own, the same on all ranks that make as
     many."""
 
-    made = 0
+    count = 0
     held: dist.Store | None = None  # the store itself, where it is in this process: until the process ends
 
     def __init__(self, seat: Seat) -> None:
-        Rendezvous.made += 1
+        Rendezvous.count += 1
         self.rank, self.world, self.host, self.port = seat.rank, seat.world, seat.host, seat.port
-        self.name, self.hosting = str(Rendezvous.made), seat.hosting
+        self.name, self.hosting = str(Rendezvous.count), seat.hosting
         self.timeout_s = timeout_s()
         self.agreements = 0
         try:

@@ -53,41 +53,42 @@ def train_step(
 ) -> Step:
     """A callable that takes one step on a batch and returns its loss, or with `outputs` (loss, what came beside it).
 
-    mesh        the devices, e.g. mycel.Mesh(dp=2, tp=4); None: as the plan says.  Every rank holds its parts of the
-                model, and calls the step with the whole batch, of which it moves its part to its device, or
-                `step.local(...)` with that part alone
-    plan        "auto": on a mesh, or the ranks that torchrun or `mycel train` started, the fastest plan that a search
-                finds when the first batch is there; or how to spread the step: a mycel.Plan, a .yaml file, or names of
-                ready plans such as "zero3+tp".  None: this device alone, or with a mesh the batch split over it
-    loss        None: the model returns the loss, or an object or dict with `loss`.  Otherwise loss(output, *rest): the
-                loss gets the last of the positional arguments, as many as it asks for (all, if it takes *args), the
-                model the first ones, as many as it takes; what the loss needs is no optional argument of the model.
-                A loss whose first argument is called `model` is given the model and all of the batch: loss(model,
-                **batch), which calls it as often as it likes
-    precision   "fp32": as the model is written;  "bf16", "fp16": weights and their updates stay as they are, the
-                computation is in 16 bits, sums in 32; fp16 scales the loss;  "fp8": as bf16, with products of linear
-                layers in 8 bits where that pays (step.explain() says which), on GPUs from H100 and Ada on; CPUs
-                emulate it
-    accumulate  the batch is split into so many parts along its first dim (a smaller one into the next number that
-                divides it); loss and gradient are those of the whole batch
-    clip_norm   gradients are scaled down to this global norm
-    memory      the peak to stay below, in bytes or as "20GiB": what does not fit is computed again in backward, or
-                on a GPU waits on the host (plan={"offload": …})
-    compile     True, False, or "auto": where there is a GPU
-    clip_value  no element of a gradient is larger than this
-    outputs     step(batch) is (loss, outputs): what the model returned, or what the loss returned more, as in
-                (loss, {"accuracy": …}); whole on every rank, or with "local" rows of the batch just as this rank has
-                them (step.rows).  With accumulate, rows of the batch are put together, and
-                of other values the sum or mean is taken, as the loss is
-    grads       after a step, p.grad is the gradient it was taken with, clipped; of a parameter in parts, this rank's
-    strict      what cannot be captured is refused; without it the smallest call around it stays Python, with a
-                warning
-    expert_load each step counts how many choices each expert of a layer gets: step.expert_load(), step.rebalance()
-    pad         sizes that vary, padded to a few: {"input_ids": {1: [512, 1024]}} by name or position of a batch tensor
-                and its dim; tensors as long as it go with it.  One program for each size; that loss and gradients stay
-                those of the unpadded batch is tried before the first step, and refused where they do not
+    - `mesh`: the devices, e.g. mycel.Mesh(dp=2, tp=4); None: as the plan says.  Every rank holds its parts of the
+      model, and calls the step with the whole batch, of which it moves its part to its device, or `step.local(...)`
+      with that part alone
+    - `plan`: "auto": on a mesh, or the ranks that torchrun or `mycel train` started, the fastest plan that a search
+      finds when the first batch is there; or how to spread the step: a mycel.Plan, a .yaml file, or names of ready
+      plans such as "zero3+tp".  None: this device alone, or with a mesh the batch split over it
+    - `loss`: None: the model returns the loss, or an object or dict with `loss`.  Otherwise `loss(output, *rest)`:
+      the loss gets the last of the positional arguments, as many as it asks for (all, if it takes *args), the model
+      the first ones, as many as it takes; what the loss needs is no optional argument of the model. A loss whose
+      first argument is called `model` is given the model and all of the batch: `loss(model, **batch)`, which calls it
+      as often as it likes
+    - `precision`: "fp32": as the model is written;  "bf16", "fp16": weights and their updates stay as they are, the
+      computation is in 16 bits, sums in 32; fp16 scales the loss;  "fp8": as bf16, with products of linear layers
+      in 8 bits where that pays (step.explain() says which), on GPUs from H100 and Ada on; CPUs emulate it
+    - `accumulate`: the batch is split into so many parts along its first dim (a smaller one into the next number
+      that divides it); loss and gradient are those of the whole batch
+    - `clip_norm`: gradients are scaled down to this global norm
+    - `memory`: the peak to stay below, in bytes or as "20GiB": what does not fit is computed again in backward, or
+      on a GPU waits on the host (plan={"offload": …})
+    - `compile`: True, False, or "auto": where there is a GPU; by as many processes as there are cores, or as
+      TORCHINDUCTOR_COMPILE_THREADS says (1: in this one)
+    - `clip_value`: no element of a gradient is larger than this
+    - `outputs`: step(batch) is (loss, outputs): what the model returned, or what the loss returned more, as in
+      (loss, {"accuracy": …}); whole on every rank, or with "local" rows of the batch just as this rank has them
+      (step.rows).  With accumulate, rows of the batch are put together, and of other values the sum or mean is
+      taken, as the loss is
+    - `grads`: after a step, p.grad is the gradient it was taken with, clipped; of a parameter in parts, this rank's
+    - `strict`: what cannot be captured is refused; without it the smallest call around it stays Python, with a
+      warning
+    - `expert_load`: each step counts how many choices each expert of a layer gets: step.expert_load(),
+      step.rebalance()
+    - `pad`: sizes that vary, padded to a few: {"input_ids": {1: [512, 1024]}} by name or position of a batch tensor
+      and its dim; tensors as long as it go with it.  One program for each size; that loss and gradients stay those
+      of the unpadded batch is tried before the first step, and refused where they do not
 
-    optimizer is any of torch's: those with a rule here (`torch.optim`, Lion) are part of the program.  Any other one,
+    `optimizer` is any of torch's: those with a rule here (`torch.optim`, Lion) are part of the program.  Any other one,
     and one with hooks on its step or on accumulated gradients, runs as it is on the gradients of the program: slower,
     which is said once.  Of several, in a list, each has parameters of its own.
     """

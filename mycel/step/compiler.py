@@ -13,17 +13,18 @@ from typing import Any
 
 import torch
 
-from mycel import lower, optimizers, plan
+from mycel import lower, optimizers, plan, transform
 from mycel.capture import Captured, meshed
 from mycel.errors import PlanError
 from mycel.feed import Arguments, Feed, feed_of, without_host_data
 from mycel.forward import device_of
 from mycel.host_parameters import HostParameters
-from mycel.ir import Mesh, Program
+from mycel.ir import Mesh, Program, check
 from mycel.islands import TimedCode
 from mycel.message_state import MessageState
 from mycel.monitors import monitored
 from mycel.objective import objective
+from mycel.ops.product_speed import slow_products
 from mycel.outer_steps import OuterSteps
 from mycel.parts import ShardedModel, UnshardedStep
 from mycel.placed_model import PlacedModel
@@ -38,6 +39,7 @@ from mycel.run import (
     load,
     moves,
     start_workers,
+    stop_workers,
     warm_up,
 )
 from mycel.search_space import any_plan
@@ -71,14 +73,14 @@ class StepCompiler:
         self.model, self.optimizer, self.settings, self.undecided = model, optimizer, settings, undecided
         self._spread(written)
         self.fn, self._loss = objective(model, loss), loss
-        self.taken = objective(model, loss, True) if settings.outputs else self.fn
+        self.whole_fn = objective(model, loss, True) if settings.outputs else self.fn
         self.entries: list[CompiledStep] = []  # the last one used is the first
         self.updating = Updating(model, optimizer, settings)
         self._was_searched = False  # its plan: all ranks must have found the same
         self.planned_for: plan.Hardware | None = None  # the devices it is planned for, where these are not its own
         self.grad_norm: torch.Tensor | None = None
         self.steps = 0  # taken, skipped ones among them
-        self._taken = 0  # the same, of all that led to this state
+        self._all_steps = 0  # the same, of all that led to this state
         self.link = PricedLink()
         self._counters = Counters()
         self.loads = ExpertLoads(model, self._counters)
@@ -116,8 +118,7 @@ class StepCompiler:
         )  # fmt: skip
         self.undecided, self._was_searched = None, True
         self._spread(chosen)
-        counts = s.expert_load and not (chosen.is_pipeline or chosen.place)
-        self.settings = replace(s, accumulate=chosen.microbatches, expert_load=bool(counts))
+        self.settings = replace(s, accumulate=chosen.microbatches)
 
     @property
     def device(self) -> torch.device:
@@ -147,9 +148,12 @@ class StepCompiler:
             if done.pipeline is not None:
                 parts.hold(done.pipeline)
                 done, unsharded = done.at(parts.place), parts.own(unsharded)
-        program, device = done.program, unsharded.captured.device
+        device = unsharded.captured.device
+        program = check(transform.wide_products(done.program, slow_products(device, transform.halves(done.program))))
         if done.regions:
             warm_up(program, device)
+        else:
+            stop_workers()
         code, source = load(program, device, reuse=True, donate=True, compiled=set(done.regions))
         run = self._at_home(code, program, unsharded)
         replayed = self._replayed(run, program, device, decided)
@@ -208,10 +212,10 @@ class StepCompiler:
 
     def _recipe(self) -> Recipe:
         s = self.settings
-        fn = self.loads.seen.watched(self.taken) if s.expert_load else self.taken
+        changed: Callable[[Captured], Captured] = self.loads.seen.added if s.expert_load else lambda captured: captured
         return Recipe(
-            self.model, self.optimizer, fn, s, self.device, self.written, self.updating.by_rule, self.for_ranks,
-            whole_batch=self.parts is None, planned_for=self.planned_for,
+            self.model, self.optimizer, self.whole_fn, s, self.device, self.written, self.updating.by_rule,
+            self.for_ranks, self.parts is None, self.planned_for, changed,
         )  # fmt: skip
 
     def _whole(
@@ -302,7 +306,7 @@ class StepCompiler:
             return 0
         if self._condition is not None:
             return int(self._condition.holds(self.monitored()))
-        steps = self.outer.taken if self.outer is not None else self._taken
+        steps = self.outer.steps if self.outer is not None else self._all_steps
         return next(i for i, (until, _) in enumerate(self._phases) if until is None or steps < until)
 
     def monitored(self) -> dict[str, float]:
@@ -400,9 +404,9 @@ class StepCompiler:
         """A step was taken."""
         self.grad_norm = grad_norm
         self.steps += 1
-        self._taken += 1
+        self._all_steps += 1
         for each in each_of(self.optimizer):  # schedulers ask whether a step came before theirs
             each._opt_called = True  # type: ignore[attr-defined]
         if self.outer is not None:
             self.outer.after_step()
-        self.link.ask(self._taken)
+        self.link.ask(self._all_steps)

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from mycel import mixture, transform
-from mycel.capture import MISS
+from mycel import routing, transform
+from mycel.capture import MISS, Captured
 from mycel.capture.bind import Call
 from mycel.errors import TrainError
-from mycel.expert_placement import ExpertLayer, SharedExperts, expert_layers, shared_experts
+from mycel.expert_placement import SharedExperts, shared_experts
+from mycel.expert_rows import ExpertLayer, expert_layers
 from mycel.forward import Forward
 from mycel.ir import Program
-from mycel.mixture import SeenRouting
 from mycel.parts import ShardedModel
+from mycel.routing import SeenRouting
 
 LOAD = "expert_load"  # the counter of what experts get
 
@@ -25,7 +27,7 @@ class ExpertLoads:
 
     def __init__(self, model: torch.nn.Module, counters: MutableMapping[str, torch.Tensor]) -> None:
         self.model, self.counters = model, counters
-        self.seen = SeenRouting(model)  # of each step
+        self.seen = SeenRouting()  # of each step
         self._asked: tuple[SeenRouting, Forward] | None = None  # of a batch that is asked for
         self._routed: torch.Tensor | None = None  # in the last step
         self._layers: list[ExpertLayer] = []
@@ -51,16 +53,19 @@ class ExpertLoads:
         return run
 
     def of_batch(
-        self, forward: Callable[[Callable[..., Any]], Forward], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        forward: Callable[[Callable[..., Any], Callable[[Captured], Captured]], Forward],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> dict[str, torch.Tensor]:
-        """By layer; `forward` makes a call of the model that is captured once."""
+        """By layer; `forward` makes a call of the model, changed as said, that is captured once."""
         if self._asked is None:
-            seen = SeenRouting(self.model)
-            self._asked = seen, forward(seen.watched(self.model, alone=True))
+            seen = SeenRouting()
+            self._asked = seen, forward(self.model, partial(seen.added, alone=True))
         seen, run = self._asked
         out = run(*args, **kwargs)
         if not seen.layers:
-            raise mixture.refuse_no_layers()
+            raise routing.refuse_no_layers()
         routed = out.cpu()
         seen.check(routed)
         return seen.by_layer(routed)
@@ -68,7 +73,7 @@ class ExpertLoads:
     def average(self, has_run: bool) -> dict[str, torch.Tensor]:
         """Over about ten steps, by layer."""
         if has_run and not self.seen.layers:
-            raise mixture.refuse_no_layers()
+            raise routing.refuse_no_layers()
         if self._routed is not None:
             self.seen.check(self._routed.cpu())
         average = self.counters.get(LOAD)

@@ -59,6 +59,7 @@ class Recipe:
     for_ranks: bool  # is what ranks share kept in the program?
     whole_batch: bool  # is all of it at hand here, whoever computes with it?
     planned_for: plan.Hardware | None  # the devices it is planned for, where these are not its own
+    changed: Callable[[Captured], Captured]  # what becomes of what is captured
 
     def loss_and_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments) -> UnshardedStep:
         """`data`: the batch, where the arguments hold none."""
@@ -88,6 +89,7 @@ class Recipe:
             )
         split, large, scaled = batch.split(captured.leaves), self._prepared(whole), self._scaled(part)
         refuse_outputs(scaled, large, batch.parts)
+        captured = replace(captured, out=whole.out)  # plain numbers among the outputs are those of the whole batch
         meeting = transform.coupled(captured.program, whole.program, names.values(), split)
         if meeting:
             met = None
@@ -102,7 +104,7 @@ class Recipe:
                 "  try       accumulate=1, or memory=… for a batch that does not fit",
                 stacklevel=7,  # who called the step
             )
-        rows = transform.joined(scaled, large)
+        rows = transform.results_in_rows(scaled, large)
         program, counting, unseen = transform.shares(scaled, large, names.values(), split, batch.parts)
         if unseen:
             warnings.warn(
@@ -120,16 +122,15 @@ class Recipe:
         known, strict = roles_of(self.model, self.optimizer), self.settings.strict
         first = Batch(*data, self.settings.accumulate).part()
 
-        def of_part() -> Captured:
-            return capture_call(self.fn, *batch.part(), known=known, differentiated=True, data=first, strict=strict)
+        def of(args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments) -> Captured:
+            captured = capture_call(self.fn, args, kwargs, known=known, differentiated=True, data=data, strict=strict)
+            return self.changed(captured)
 
-        captured = whole = of_part()
+        captured = whole = of(*batch.part(), first)
         if batch.parts > 1:
             if captured.effects:  # the next part goes on with what this one changed: numbers of the program
-                captured = of_part()
-            whole = capture_call(
-                self.fn, batch.args, batch.kwargs, known=known, differentiated=True, data=data, strict=strict
-            )
+                captured = of(*batch.part(), first)
+            whole = of(batch.args, batch.kwargs, data)
             captured = self._for_all_parts(captured, whole, batch, data)
         return self._unmasked(captured, whole, data)
 

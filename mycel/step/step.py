@@ -12,6 +12,7 @@ import torch
 
 from mycel import plan, torch_update
 from mycel.accumulation import Accumulation, CallWeights
+from mycel.buckets import CompiledSizes
 from mycel.capture import MISS, TRACING, Captured, make_room
 from mycel.capture import capture as capture_call
 from mycel.errors import PlanError, TrainError
@@ -49,6 +50,7 @@ class Step(StepCompiler):
         super().__init__(model, optimizer, loss, settings, written, undecided)
         self._evaluation: Forward | None = None
         self._adding: _Adding | None = None
+        self._compiled_sizes = CompiledSizes()
         self.traced: StepTrace | None = None  # the last step that was
 
     def _spread(self, written: plan.Plan | None) -> None:
@@ -59,6 +61,8 @@ class Step(StepCompiler):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """One step on a batch; returns its loss (with `outputs`, and these), which stays on the device.  Only this
         rank's part of the batch is moved there."""
+        if self._adding is not None:
+            self.refuse_call()
         args, kwargs = self._padded(args, kwargs)
         signature = self._signature()
         for i, entry in enumerate(self.entries):
@@ -71,6 +75,8 @@ class Step(StepCompiler):
         refuse_without_data(args, kwargs, self.model)
         with without_collector():
             out = self.prepare(*args, **kwargs).entries[0].call(args, kwargs)
+        if self.settings.buckets is None:
+            self._compiled_sizes.add(args, kwargs)
         assert out is not MISS, "a step does not fit the arguments it was made for"
         return out
 
@@ -122,6 +128,16 @@ class Step(StepCompiler):
         """Are the optimiser's settings those it was compiled for?"""
         return entry.signature == self._signature()
 
+    def refuse_call(self) -> None:
+        """A step between `accumulate` and `apply` would move the weights that the gradients so far are of."""
+        calls = len(self._adding.updating.sums.weights) if self._adding is not None else 0
+        if calls:
+            raise TrainError(
+                f"gradients of {calls} call{'s' * (calls > 1)} of step.accumulate wait for step.apply(): a step now "
+                "would move the weights that they are of\n"
+                "  try       step.apply() before, or step.accumulate(…) for this batch too"
+            )
+
     def rows(self, size: int, name: str | None = None) -> range:
         """Which rows of a batch of so many are this rank's; `name`: of which tensor, where the plan splits them
         differently."""
@@ -162,11 +178,13 @@ class Step(StepCompiler):
 
     # -- without a step ------------------------------------------------------------------------------------------
 
-    def forward(self, fn: Callable[..., Any] | None = None) -> Forward:
-        """The loss of a batch (or what `fn` makes of it with the model), under the plan, without a step."""
-        return Forward(
-            fn or self.fn, self.model, self._prepared, self.parts, strict=self.settings.strict, host=self.host
-        )
+    def forward(
+        self, fn: Callable[..., Any] | None = None, changed: Callable[[Captured], Captured] | None = None
+    ) -> Forward:
+        """The loss of a batch (or what `fn` makes of it with the model), under the plan, without a step;
+        `changed`: what becomes of it once it is captured."""
+        strict, host = self.settings.strict, self.host
+        return Forward(fn or self.fn, self.model, self._prepared, self.parts, strict=strict, host=host, changed=changed)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of a batch (with `outputs`, and these) in evaluation mode, without a step; under the plan."""
@@ -180,7 +198,7 @@ class Step(StepCompiler):
     def _evaluating(self) -> Forward:
         """The loss of a batch, and with `outputs` these, as a step gives them."""
         local = self.settings.outputs == "local"
-        return Forward(self.taken, self.model, self._prepared, self.parts, local, self.settings.strict, self.host)
+        return Forward(self.whole_fn, self.model, self._prepared, self.parts, local, self.settings.strict, self.host)
 
     # -- experts -------------------------------------------------------------------------------------------------
 
@@ -246,7 +264,7 @@ class Step(StepCompiler):
 
     def counters(self) -> dict[str, torch.Tensor]:
         """What the step keeps besides the model and the optimiser: counters, and the loss scale of fp16."""
-        number = self.outer.taken if self.outer is not None else self._taken
+        number = self.outer.steps if self.outer is not None else self._all_steps
         steps = {TAKEN: torch.tensor(number)} if self.outer is not None or len(self._phases) > 1 else {}
         return {k: v.clone() for k, v in self._counters.items()} | steps
 
@@ -255,9 +273,9 @@ class Step(StepCompiler):
         device = self.device
         self._counters.clear()
         self._counters |= {k: v.to(device).clone() for k, v in counters.items() if k != TAKEN}
-        self._taken = int(counters.get(TAKEN, 0))
+        self._all_steps = int(counters.get(TAKEN, 0))
         if self.outer is not None:
-            self.outer.go_on(self._taken)
+            self.outer.go_on(self._all_steps)
 
     # -- a model in parts is still a model (`step_state.py`); where there are ranks, all of them call these ---------
 
@@ -355,7 +373,7 @@ class _Adding(Step):
         sync = written.sync if written is not None and written.synced() else {}
         exact = replace(written, compress={}, sync=sync) if written is not None else None
         super().__init__(of.model, of.optimizer, None, settings, exact)
-        self.fn, self.taken, self.parts = of.fn, of.taken, of.parts
+        self.fn, self.whole_fn, self.parts = of.fn, of.whole_fn, of.parts
         self.updating = AddingUp(of.model, of.optimizer, settings)
         self._weigh = CallWeights(self._whole_loss, lambda captured: trained(captured, of.optimizer).values())
 
@@ -370,5 +388,11 @@ class _Adding(Step):
         args, kwargs = without_host_data(args, kwargs, device_of(self.model))
         with self.parts.whole() if self.parts is not None else contextlib.nullcontext():
             return capture_call(
-                self.taken, args, kwargs, known=known, differentiated=True, data=data, strict=self.settings.strict
+                self.whole_fn,
+                args,
+                kwargs,
+                known=known,
+                differentiated=True,
+                data=data,
+                strict=self.settings.strict,
             )

@@ -63,7 +63,7 @@ def whole_step(
     shapes = {n: parts.shapes[n] for n in names if n in parts.shapes} if parts is not None else {}
     codecs = given.told_codecs(shapes) if by_rule else {}
     if codecs:
-        program = check(transform.tell_differences(program, codecs, given.over[0]))
+        program = check(transform.share_updates(program, codecs, given.over[0]))
     return replace(body, program=program)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,16 +75,6 @@ class Assembly:
         """All of a parameter or buffer; where ranks hold it in parts, all of them call this."""
         held = self.step.parts
         return x.detach() if held is None else held.whole_of(name, x)
-
-    @contextlib.contextmanager
-    def complete(self) -> Iterator[None]:
-        """Inside, ranks have their parts of what all stages or places hold; all of them enter it."""
-        held = self.step.parts
-        with contextlib.ExitStack() as stack:
-            if held is not None and held.owners:
-                stack.enter_context(held.complete())
-                stack.enter_context(held.opened())
-            yield
 
     def opened(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the model may be asked for its state, of which this rank holds parts."""
@@ -184,7 +174,7 @@ def _step(
         clip_norm=config.train.clip_norm,
         memory=config.train.memory,
         compile=config.train.compile,
-        expert_load=team.plan is None or not (team.plan.is_pipeline or team.plan.place),
+        expert_load=True,
     )
 
 

@@ -105,6 +105,8 @@ def generate(
     """Write what a model writes after a prompt, piece by piece; or for each prompt of a file a line of JSON."""
     if (prompt is None) == (file is None):
         raise TrainError("one prompt, or a file of them\n  try       --prompt TEXT, or --file PROMPTS.jsonl")
+    if out is not None:
+        _refuse_out(out, file)
     given = trained(where, last, devices.choose(device))
     tokenizer = given.needs_tokenizer()
     say(given.source)
@@ -115,7 +117,11 @@ def generate(
         return generating.pieces(tokenizer, generating.stream(given.module, ids, how, ends, decoder))
 
     if prompt is not None:
-        for piece in written(generating.prompt_ids(tokenizer, prompt, chat)):
+        ids = generating.prompt_ids(tokenizer, prompt, chat)
+        if decoder.places is not None and len(ids) < decoder.places < len(ids) + how.tokens:
+            room = decoder.places - len(ids)
+            say(f"{room} tokens at most: the model has {decoder.places} places, the prompt takes {len(ids)}")
+        for piece in written(ids):
             write(piece)
         write("\n")
         return
@@ -133,6 +139,15 @@ def generate(
     if out is not None:
         out.write_text("\n".join(lines) + "\n")
         say(f"{len(lines)} responses: {out}")
+
+
+def _refuse_out(out: Path, file: Path | None) -> None:
+    """What cannot be written to is found before anything is generated."""
+    if file is None:
+        raise TrainError("--out is for the responses to a file of prompts\n  try       --file PROMPTS.jsonl, or > FILE")
+    if out.is_dir() or not out.absolute().parent.is_dir():
+        what = "it is a folder" if out.is_dir() else f"there is no folder {out.parent}"
+        raise TrainError(f"the responses cannot be written: {what}\n  at        {out}\n  try       another --out")
 
 
 def export_run(run: Path, say: Say, *, last: bool, to: str, out: Path | None) -> Path:
@@ -158,7 +173,6 @@ def export_run(run: Path, say: Say, *, last: bool, to: str, out: Path | None) ->
         )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise TrainError(f"there is something already\n  at        {folder}\n  try       --out ANOTHER")
-    folder.mkdir(parents=True, exist_ok=True)
     with lora.merged(given.module):
         if to == "onnx":
             return write_onnx(given.module, folder / "model.onnx", say)
@@ -168,6 +182,7 @@ def export_run(run: Path, say: Say, *, last: bool, to: str, out: Path | None) ->
 def _weights(module: nn.Module, folder: Path) -> Path:
     from safetensors.torch import save_model
 
+    folder.mkdir(parents=True, exist_ok=True)
     save_model(module, str(folder / "model.safetensors"))
     return folder / "model.safetensors"
 
@@ -178,6 +193,6 @@ def _program(given: TrainedModel, folder: Path) -> Path:
     module: Any = given.module.eval()
     ids = torch.zeros(1, given.config.data.length, dtype=torch.int64)
     program = capture(lambda input_ids: module(input_ids=input_ids, use_cache=False).logits, ids)
-    program.save(folder / "program.safetensors")
     _weights(given.module, folder)
+    program.save(folder / "program.safetensors")
     return folder / "program.safetensors"

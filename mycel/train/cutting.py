@@ -100,7 +100,7 @@ class Cuts:
         self.notes: list[str] = []
         self.done: set[int] = set()
 
-    def made(self, make: Callable[[], Any]) -> Any:
+    def built(self, make: Callable[[], Any]) -> Any:
         """What a constructor makes, in parts."""
         cutter = Cutter(self)
         try:

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from mycel.api import is_static_cache, jit
+from mycel.run import wide_calls
 from mycel.train.guess import Guesses
 
 LEAST = 64  # places of the first cache
@@ -47,9 +48,9 @@ class Decoder:
         self.guesses, self.rows, self.ahead, self.calls = Guesses(ids), None, [], 1
         given = torch.tensor([list(ids)], device=self.device)
         self.cache = self._static(len(ids) + 1) if getattr(self.module, "_can_compile_fullgraph", False) else None
-        logits, cache = _logits(self.module, given, self.cache, **self._only_last)
+        logits, cache = self._as_it_is(given, self.cache, **self._only_last)
         if self.cache is not None and not is_static_cache(self.cache):
-            logits, cache = _logits(self.module, given, None, **self._only_last)  # with the model's own
+            logits, cache = self._as_it_is(given, None, **self._only_last)  # with the model's own
         self.cache = cache
         return logits[-1]
 
@@ -59,7 +60,7 @@ class Decoder:
         self.guesses.add(token)
         if not is_static_cache(self.cache):
             self.calls += 1
-            logits, self.cache = _logits(self.module, torch.tensor([[token]], device=self.device), self.cache)
+            logits, self.cache = self._as_it_is(torch.tensor([[token]], device=self.device), self.cache)
             return logits[-1]
         if self.rows is not None and self.right < len(self.ahead) and self.ahead[self.right] == token:
             self.right += 1
@@ -69,6 +70,10 @@ class Decoder:
             for layer in self.cache.layers:
                 layer.cumulative_length.fill_(seen)  # what was guessed wrong is written over
         return self._computed(token, seen)
+
+    def _as_it_is(self, ids: torch.Tensor, cache: Any, **more: Any) -> tuple[torch.Tensor, Any]:
+        with wide_calls(self.module, ids.shape[1]):
+            return _logits(self.module, ids, cache, **more)
 
     def _computed(self, token: int, seen: int) -> torch.Tensor:
         """The logits after a token at place `seen`, and after what may follow it."""

@@ -260,7 +260,7 @@ def _decode(data: bytes, path: Path, offset: int) -> str:
     except UnicodeDecodeError as e:
         raise TrainError(
             f"not UTF-8 text: byte 0x{data[e.start]:02x} at offset {offset + e.start}\n  at        {path}\n"
-            "  try       converting it to UTF-8; data of other kinds is read from .jsonl, .npy and .bin"
+            "  try       converting it to UTF-8; other forms of data go by their suffix (.parquet, .npy …)"
         ) from None
 
 

@@ -27,7 +27,7 @@ class ExpertRecords:
     """Writes what experts get, on the first rank of a run that starts, or goes on, at step `done`."""
 
     def __init__(self, folder: Path, done: int, first: bool, report: Callable[[str], None]) -> None:
-        self.path, self.report, self.told = folder / FILE, report, False
+        self.path, self.report, self.warned = folder / FILE, report, False
         self.file = RecordFile(self.path, self._refused) if first else None
         if first:
             try:
@@ -48,8 +48,8 @@ class ExpertRecords:
             self.file.close()
 
     def _refused(self, log: RecordFile, error: OSError) -> None:
-        if not self.told:
-            self.told = True
+        if not self.warned:
+            self.warned = True
             self.report(f"loads of experts wait in memory, as they cannot be written: {error.strerror}\n"
                         f"  at        {log.path}")  # fmt: skip
 

@@ -26,12 +26,11 @@ import numpy.typing as npt
 from mycel.errors import TrainError
 from mycel.train.data import Data, Names
 from mycel.train.documents import records
-from mycel.train.sources import find
+from mycel.train.sources import IMAGES, find
 from mycel.train.split import NO_LOSS, drawn
 from mycel.train.tokenize import Tokenizer
 
 Arrays = dict[str, npt.NDArray[Any]]
-IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
 PAIR = '{"prompt": …, "chosen": …, "rejected": …}'
 LABELLED = '{"text": …, "label": …}'
 
@@ -79,7 +78,7 @@ class Examples:
         """Every example weighs the same."""
         return 1
 
-    def taken(self, at: npt.NDArray[Any]) -> Examples:
+    def rows(self, at: npt.NDArray[Any]) -> Examples:
         """Some of them."""
         return Examples({name: x[at] for name, x in self.arrays.items()}, self.length, self.hashes[at], self.classes)
 
@@ -136,7 +135,7 @@ class Images:
     def loud(self, index: int, first: int) -> int:
         return 1
 
-    def taken(self, at: npt.NDArray[Any]) -> Images:
+    def rows(self, at: npt.NDArray[Any]) -> Images:
         """Some of them."""
         where = np.flatnonzero(at) if at.dtype == bool else at
         files = tuple(self.files[int(i)] for i in where)
@@ -172,7 +171,7 @@ def labelled_data(
                 f"{given.count} examples are too few to keep some for validation\n  at        data.train\n"
                 "  try       data.validation with a file of its own"
             )
-        train, kept = given.taken(~held), given.taken(held)
+        train, kept = given.rows(~held), given.rows(held)
     else:
         train, kept = given, read(validation)
         if train.classes != kept.classes:

@@ -34,7 +34,7 @@ from mycel.errors import CheckpointError, PlanError, TrainError
 from mycel.ir import Mesh
 from mycel.plan import Measured, hardware_of, write_down
 from mycel.plan.decide import LESS
-from mycel.run.checkpoint import Loaded, Saver, latest, load_latest, load_latest_parts
+from mycel.run.checkpoint import Loaded, Saver, best, latest, load_latest, load_latest_parts
 from mycel.run.folder import RunFolder, explain, refuse_strange, refuse_unwritable, refuse_used
 from mycel.run.rendezvous import seat
 from mycel.run.shards import read_manifest
@@ -51,9 +51,11 @@ from mycel.train.schedule import learning_rate
 from mycel.train.sections import Section
 from mycel.train.signals import Interrupted, Signals
 from mycel.train.steps import Steps
+from mycel.train.tasks import mean_over
 from mycel.train.waiting import Waiting
 
 FAILED = 1
+BROKEN = 3  # steps skipped at the end of a run, in a row: one or two are what loss scaling skips now and then
 LEDGER = "predicted.json"  # of a step: predicted and measured
 CHECKPOINTS = "checkpoints"
 
@@ -67,8 +69,8 @@ def train(
     started_from: Path | None = None,
     overwrite: bool = False,
 ) -> int:
-    """Run it: 0 when all is done, 1 when something could not be saved, 128 + the signal's number when it was stopped by
-    one.
+    """Run it: 0 when all is done, 1 when something could not be saved or the last steps were skipped, 128 + the
+    signal's number when it was stopped by one.
 
     resume        the folder of an earlier run, which goes on from its last checkpoint
     dry_run       say what would run, and stop
@@ -214,7 +216,7 @@ class Run:
         assert self.folder is not None
         start = loaded.step if loaded else 0
         progress, checkpoint, rank = (
-            Progress(self.progress.console, self.config.train.steps, start),
+            Progress(self.progress.console, self.config.train.steps, start, counted=parts.data.train.each[0]),
             self.config.checkpoint,
             self.team.rank,
         )
@@ -247,7 +249,11 @@ class Run:
         """The results, and where they are."""
         assert self.folder is not None
         folder = self.folder
-        with parts.complete():
+        exported = self._take_best(parts, folder)
+        if steps.skipped_in_a_row:
+            hint = f"a lower optimizer.lr (it is {self.config.optimizer.lr:g})"
+            _refuse_not_finite(parts, folder / CHECKPOINTS, hint)
+        with parts.opened():
             complete = finish(parts, folder, self.progress)
         measured = _measured(parts, steps)
         if measured is not None and self.team.rank == 0:
@@ -256,7 +262,11 @@ class Run:
         last = latest(folder / CHECKPOINTS)
         saved = last is not None and _step_of(last) >= steps.done
         rows = [
-            *([("validation", _validation(steps))] if steps.validation is not None else []),
+            *(
+                [("validation", _validation(steps, mean_over(self.config.train.task)))]
+                if steps.validation is not None
+                else []
+            ),
             ("time", f"{steps.done} steps in {duration(steps.seconds)}"),
             *([("a step", str(measured))] if measured is not None else []),
             (
@@ -266,10 +276,30 @@ class Run:
                     f"{size(parts.step.plan.peak)} predicted"
                 ),
             ),
-            *((name, str(folder / file)) for name, file in _results(folder)),
+            *([("skipped", _skipped(steps))] if parts.step.skipped else []),
+            *_results(folder, exported),
         ]
-        self.progress.summary(rows, "done" if complete and saved else "done, but not all of it could be saved")
-        return 0 if complete and saved else FAILED
+        broken = steps.skipped_in_a_row >= BROKEN
+        title = "done, but it no longer learned" if broken else "done"
+        self.progress.summary(rows, title if complete and saved else "done, but not all of it could be saved")
+        return 0 if complete and saved and not broken else FAILED
+
+    def _take_best(self, parts: Assembly, folder: Path) -> str:
+        """The weights of the best checkpoint are what is exported, and what the sample is of; which that is, in words,
+        where validation ran."""
+        lowest, newest = self.team.first(
+            lambda: tuple(path and path.name for path in (best(folder / CHECKPOINTS), latest(folder / CHECKPOINTS)))
+        )
+        if lowest is None:
+            return ""
+        if lowest == newest:
+            return f", of {lowest}, the best by validation, and the last"
+        try:
+            state.take_weights(parts, folder / CHECKPOINTS / lowest)
+        except CheckpointError as error:
+            self.progress.note(str(error))
+            return f", of the last step; {lowest}, the best by validation, cannot be read"
+        return f", of {lowest}, the best by validation; that of the last step: mycel export {folder} --last"
 
     def where_it_stands(self) -> str:
         """After an interruption: what is safe, and how to go on."""
@@ -301,15 +331,15 @@ def _prepare(parts: Assembly) -> None:
         raise PlanError(str(error).replace(LESS, here)) from None
 
 
-def _refuse_not_finite(parts: Assembly, where: Path | None) -> None:
-    """Weights that are no numbers make every step one that is skipped: they are named before the first."""
+def _refuse_not_finite(parts: Assembly, where: Path | None, hint: str = "weights from before they broke") -> None:
+    """Weights that are no numbers make every step one that is skipped: they are named before the first, and exported
+    never."""
     for name, p in parts.module.named_parameters():
         bad = int((~torch.isfinite(p.detach())).sum()) if p.is_floating_point() else 0
         if bad:
             what = f"{name} is not finite: {bad:,} of its {p.numel():,} numbers are infinite or NaN"
             raise TrainError(
-                f"{what}\n  at        {where or 'the fresh model'}\n"
-                "  try       weights from before they broke: no step can be taken with these"
+                f"{what}\n  at        {where or 'the fresh model'}\n  try       {hint}: no step can be taken with these"
             )
 
 
@@ -421,21 +451,28 @@ def _changes(before: Any, now: Any, above: str = "") -> list[tuple[str, Any, Any
     ]
 
 
-def _results(folder: Path) -> list[tuple[str, str]]:
-    """What the folder holds for people."""
-    there = [("model", MODEL), ("checkpoints", "checkpoints"), ("metrics", FILE), ("loss curve", CURVE)]
+def _results(folder: Path, exported: str) -> list[tuple[str, str]]:
+    """What the folder holds for people, and where; `exported`: of which step the model is."""
+    there = [("model", MODEL), ("checkpoints", CHECKPOINTS), ("metrics", FILE), ("loss curve", CURVE)]
     there += [("experts", PICTURE)]
-    return [(name, file) for name, file in there if (folder / file).exists()]
+    return [(name, f"{folder / file}{exported * (file == MODEL)}") for name, file in there if (folder / file).exists()]
 
 
-def _validation(steps: Steps) -> str:
+def _validation(steps: Steps, unit: str) -> str:
     assert steps.validation is not None
-    best = (
+    lowest = (
         f", {number(steps.best[0])} at best (step {steps.best[1]})"
         if steps.best and steps.best[0] < steps.validation
         else ""
     )
-    return f"loss {number(steps.validation)} nats per token{best}"
+    return f"loss {number(steps.validation)} nats per {unit}{lowest}"
+
+
+def _skipped(steps: Steps) -> str:
+    """How many steps were, and what the last ones came to."""
+    text = f"{steps.parts.step.skipped} of {steps.done} steps: their gradients were not finite"
+    last = steps.skipped_in_a_row
+    return f"{text}; the last {last} of them in a row: weights are those of step {steps.done - last}" if last else text
 
 
 def _of_process(parts: Assembly) -> str:

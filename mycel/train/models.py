@@ -237,7 +237,7 @@ def _fresh(settings: Any, dtype: torch.dtype, device: torch.device, seed: int, c
     """A module with fresh weights, made on the device, the same for the same seed; torch's own random state is left
     alone."""
     if cuts is not None:
-        return cuts.made(lambda: _fresh(settings, dtype, device, seed))
+        return cuts.built(lambda: _fresh(settings, dtype, device, seed))
     gpus = [device.index if device.index is not None else torch.cuda.current_device()] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=gpus):
         torch.default_generator.manual_seed(seed)

@@ -62,6 +62,7 @@ def write_onnx(module: nn.Module, path: Path, say: Callable[[str], None]) -> Pat
                 f"torch cannot write this model as ONNX: {one_line(e)}\n  at        {type(module).__name__}\n"
                 "  try       --to hf, or --to program"
             ) from e
+        path.parent.mkdir(parents=True, exist_ok=True)
         program.save(str(path))
         _check(wrapped, path, vocab, say)
     return path

@@ -47,10 +47,12 @@ class Progress:
         start: int = 0,
         plain: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
+        counted: str = "tokens",
     ) -> None:
         self.console, self.total, self.step = console, total_steps, start
         self.plain = not _lively(console) if plain is None else plain
         self._clock = clock
+        self._counted = "tok" if counted == "tokens" else counted
         self._began_s = clock()
         self._reports: deque[tuple[float, int]] = deque(maxlen=64)  # when which step was done: the pace of the run
         self._fields: dict[str, Field] = {}
@@ -93,7 +95,7 @@ class Progress:
             Field("validation", f"val {number(validation)}", "cyan" if _finite(validation) else "red")
             if validation is not None
             else None,
-            Field("tokens", f"{count(tokens_per_s)} tok/s") if tokens_per_s is not None else None,
+            Field("tokens", f"{count(tokens_per_s)} {self._counted}/s") if tokens_per_s is not None else None,
             Field("mfu", f"MFU {percent(mfu, 1)}") if mfu is not None else None,
             Field("memory", size(memory_bytes)) if memory_bytes is not None else None,
             Field("lr", f"lr {number(lr, '.2e')}", "bright_black") if lr is not None else None,

@@ -35,10 +35,15 @@ SUFFIXES = {
 RECORDS = ("jsonl", "json", "csv", "parquet", "arrow")  # hold objects with named fields
 FORMATS = ("auto", "text", *RECORDS, "tokens")
 COMPRESSED = (".gz", ".zst")
-# forms that are not read, and how to make one that is
-NOT_READ = {
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif")
+# forms that are not read as text or records, and what to do instead
+ARCHIVES = {
     ".xz": "unxz, or gzip: .gz is read as it is",
     ".zip": "unzip, or gzip: .gz is read as it is",
+}
+NOT_READ = {
+    **ARCHIVES,
+    **dict.fromkeys(IMAGES, "train.task=classify, which learns from a folder of images for each class; or text alone"),
 }
 
 STDLIB_BYTES = 12_000_000
@@ -147,7 +152,7 @@ def _folder(folder: Path, format: str) -> Iterator[File]:
             for p in folder.rglob("*")
             if p.is_file() and not any(part.startswith(".") for part in p.relative_to(folder).parts)
         )
-    strange = [p for p in files if suffix_of(p) in NOT_READ]
+    strange = [p for p in files if suffix_of(p) in ARCHIVES]
     if strange and format == "auto":
         _refuse_form(strange[0])
     kinds = {p: SUFFIXES.get(suffix_of(p), "text") for p in files if not _describes_tokens(p)}

@@ -19,13 +19,14 @@ import platform
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from mycel.errors import CheckpointError
-from mycel.run.checkpoint import Loaded, MeshProcess
+from mycel.run.checkpoint import Loaded, MeshProcess, load, load_named_parts
 from mycel.run.reading import Wanted
 from mycel.run.shards import Manifest
 from mycel.run.snapshot import Layouts
@@ -150,6 +151,24 @@ def restore(loaded: Loaded, parts: Assembly) -> list[str]:
         if changed
         else []
     )
+
+
+def take_weights(parts: Assembly, checkpoint: Path) -> None:
+    """The model's tensors as they are in another checkpoint of the run, whose other state stays as it is."""
+    with parts.opened():
+        if parts.team.processes is None:
+            loaded = load(checkpoint, parts.device, only=lambda name: name.startswith("model."))
+        else:
+            loaded = load_named_parts(checkpoint, lambda m: _of_model(wanted(parts, m)), reader(parts), parts.device)
+        own, saved = _own(parts), _part(loaded, "model.")
+        _check_shapes(loaded, own, saved)
+        with torch.no_grad():
+            for name, x in own.items():
+                x.copy_(saved[name])
+
+
+def _of_model(tensors: Wanted) -> Wanted:
+    return {name: x for name, x in tensors.items() if name.startswith("model.")}
 
 
 def wanted(parts: Assembly, manifest: Manifest) -> Wanted:

@@ -30,6 +30,11 @@ from mycel.train.tokenize import Tokenizer
 LABELLED_TASKS = ("dpo", "reward", "classify")
 
 
+def mean_over(task: str) -> str:
+    """What the loss of a task is a mean over."""
+    return {"dpo": "pair", "reward": "pair", "classify": "example"}.get(task, "token")
+
+
 def task_loss(train: settings.Train) -> Callable[..., Any] | None:
     """loss(model, **batch); None: what the model returns."""
     return {"dpo": dpo_loss(train.beta), "reward": reward_loss}.get(train.task)

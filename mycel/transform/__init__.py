@@ -17,9 +17,11 @@ from mycel.transform.coupling import coupled
 from mycel.transform.cse import cse
 from mycel.transform.dce import dce
 from mycel.transform.delaying import correct_delay, delay_gradients
+from mycel.transform.documents import documents
 from mycel.transform.few_rows import few_rows
 from mycel.transform.fold import fold
 from mycel.transform.fp8 import fp8
+from mycel.transform.fp8_gates import fp8_gates
 from mycel.transform.fuse import fuse
 from mycel.transform.head import head
 from mycel.transform.in_pieces import in_pieces
@@ -28,30 +30,34 @@ from mycel.transform.jvp import jvp
 from mycel.transform.microbatch import (
     BODY,
     Weighing,
-    joined,
     microbatch,
     no_counts,
+    results_in_rows,
     shares,
     weighing,
     with_numbers_of,
 )
 from mycel.transform.monitoring import ERROR, LARGE, SHARE, SMALL, monitor_ranks, monitor_sums
 from mycel.transform.narrow import narrow
+from mycel.transform.once import once
 from mycel.transform.ones import with_ones
 from mycel.transform.optimise import ParameterGroup, optimise
 from mycel.transform.outline import outline
 from mycel.transform.precision import precision
+from mycel.transform.recordable import recordable
+from mycel.transform.routing import RoutedLayer, with_routing
 from mycel.transform.scaling import LOSS_SCALE, scaled, with_scale
-from mycel.transform.telling import tell_differences
+from mycel.transform.shared_updates import share_updates
 from mycel.transform.unhinted import unhinted
 from mycel.transform.unshared import unshared
 from mycel.transform.vjp import forward_and_backward, value_and_grad
+from mycel.transform.wide_products import halves, wide_products
 
 Pass = Callable[[Program], Program]
 
-# Equal blocks meet before single calls are inlined; attention is found before its masks are looked at, and causal masks
-# are found before folding makes small ones constants.
-SIMPLIFY: list[Pass] = [dce, cse, inline, algebra, attend, causal, narrow, fold, algebra, cse, dce]
+# Equal blocks meet before single calls are inlined; attention is found before its masks are looked at, causal masks are
+# found before folding makes small ones constants, and what is left is asked for documents.
+SIMPLIFY: list[Pass] = [dce, cse, inline, algebra, attend, causal, documents, narrow, fold, algebra, cse, dce]
 
 
 def simplify(program: Program, ranks: bool = False, keep: Collection[str] = ()) -> Program:
@@ -75,6 +81,7 @@ __all__ = [
     "SMALL",
     "ParameterGroup",
     "Pass",
+    "RoutedLayer",
     "Weighing",
     "algebra",
     "attend",
@@ -86,16 +93,18 @@ __all__ = [
     "cse",
     "dce",
     "delay_gradients",
+    "documents",
     "few_rows",
     "fold",
     "forward_and_backward",
     "fp8",
+    "fp8_gates",
     "frozen_groups",
     "fuse",
+    "halves",
     "head",
     "in_pieces",
     "inline",
-    "joined",
     "jvp",
     "masks",
     "microbatch",
@@ -103,18 +112,23 @@ __all__ = [
     "monitor_sums",
     "narrow",
     "no_counts",
+    "once",
     "optimise",
     "outline",
     "precision",
+    "recordable",
+    "results_in_rows",
     "scaled",
+    "share_updates",
     "shares",
     "simplify",
-    "tell_differences",
     "unhinted",
     "unshared",
     "value_and_grad",
     "weighing",
+    "wide_products",
     "with_numbers_of",
     "with_ones",
+    "with_routing",
     "with_scale",
 ]

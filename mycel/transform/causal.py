@@ -30,6 +30,8 @@ from mycel.transform.regions import ALL, NONE, Affine, Region, Shape, half, move
 DENSE = 0.75  # the share of scores in a window above which a mask does as well
 # The operand that is the mask.
 MASKED = {"attention": 3, "sdpa": 3, "attention_grad": 4}
+# The operand from which on there are documents.
+DOCUMENTED = {"attention": 5, "attention_grad": 8}
 
 
 def causal(program: Program) -> Program:
@@ -49,8 +51,13 @@ def mask_place(eqn: Eqn) -> int | None:
 
 
 def masks(program: Program) -> int:
-    """How many equations of attention have a mask."""
-    return sum(mask_place(eqn) is not None for _, eqn in walk(program))
+    """How many equations of attention have a mask, or documents."""
+    return sum(mask_place(eqn) is not None or has_documents(eqn) for _, eqn in walk(program))
+
+
+def has_documents(eqn: Eqn) -> bool:
+    """Has an attention documents of rows and columns, its last operands?"""
+    return eqn.op.name in DOCUMENTED and len(eqn.inputs) > DOCUMENTED[eqn.op.name]
 
 
 # -- one block for each mask ----------------------------------------------------------------------------------
@@ -58,7 +65,7 @@ def masks(program: Program) -> int:
 
 def _by_masks(program: Program) -> Program:
     """Calls of a block that know different values of its masks => calls of as many blocks."""
-    asked = _mask_inputs(program)
+    asked = mask_inputs(program)
     if not any(asked.values()):
         return program
     known = KnownValues(program)
@@ -89,7 +96,7 @@ def _by_masks(program: Program) -> Program:
     return replace(program, blocks=blocks)
 
 
-def _mask_inputs(program: Program) -> dict[str, set[int]]:
+def mask_inputs(program: Program) -> dict[str, set[int]]:
     """For each block the inputs (by position) that masks of attention in it are made of; none for blocks that a branch
     or a loop holds."""
     asked: dict[str, set[int]] = {}
@@ -120,7 +127,7 @@ def _without_masks(block: Block, known: dict[Var, Value]) -> Block:
 
 def _without_mask(eqn: Eqn, at: int, allowed: tuple[Region, Shape] | None) -> Eqn:
     """The equation without its mask, if what the mask allows can be said by `causal` or `window`."""
-    structure = _structure(*allowed) if allowed is not None else None
+    structure = structure_of(*allowed) if allowed is not None else None
     if structure is None:
         return eqn
     params = Params(eqn.params | structure)
@@ -129,8 +136,9 @@ def _without_mask(eqn: Eqn, at: int, allowed: tuple[Region, Shape] | None) -> Eq
     return new if same else eqn
 
 
-def _structure(region: Region, shape: Shape) -> dict[str, Any] | None:
-    """A region of scores as params of attention, aligned at the top left, as torch does."""
+def structure_of(region: Region, shape: Shape, most: float = DENSE) -> dict[str, Any] | None:
+    """A region of scores as params of attention, aligned at the top left, as torch does; None where it is no such, or
+    more than a share of the scores."""
     lead, (rows, columns) = (0,) * (len(shape) - 2), shape[-2:]
     if region == ALL:
         return {}
@@ -147,7 +155,7 @@ def _structure(region: Region, shape: Shape) -> dict[str, Any] | None:
     if not region.every or before < 0 or behind < 0:
         return None
     ahead = [min(i + behind + 1, columns) - max(i - before, 0) for i in range(rows)]
-    return {"window": (before, behind)} if sum(max(n, 0) for n in ahead) <= DENSE * rows * columns else None
+    return {"window": (before, behind)} if sum(max(n, 0) for n in ahead) <= most * rows * columns else None
 
 
 def _allowed(value: Value, mask: Var, eqn: Eqn, at: int) -> tuple[Region, Shape] | None:
@@ -168,13 +176,13 @@ def _region(value: Either, dtype: torch.dtype) -> Region | None:
     """Where a mask lets attention through: True, or zero as opposed to minus infinity."""
     sides = [(value.region, value.yes), (value.region.inverse(), value.no)]
     through = [r for r, v in sides if r != NONE and (v is True if dtype == torch.bool else v == 0)]
-    shut = [r for r, v in sides if r != NONE and (v is False if dtype == torch.bool else _is_low(v, dtype))]
+    shut = [r for r, v in sides if r != NONE and (v is False if dtype == torch.bool else is_low(v, dtype))]
     if sum(r != NONE for r, _ in sides) != len(through) + len(shut):
         return None
     return ALL if not shut else through[0] if through else None
 
 
-def _is_low(v: Any, dtype: torch.dtype) -> bool:
+def is_low(v: Any, dtype: torch.dtype) -> bool:
     """Does adding v leave nothing after softmax?  finfo.min of a narrower dtype does too."""
     return isinstance(v, float) and dtype.is_floating_point and v <= max(torch.finfo(dtype).min, -1e30)
 

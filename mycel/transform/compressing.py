@@ -120,7 +120,7 @@ class _Compressing:
             if place >= 0:
                 self.b.at(main.eqns[place])
             sent[at] = self.begun(name, chosen[name], g, at)
-            behind.setdefault(place, []).extend(self.taken())
+            behind.setdefault(place, []).extend(self._flushed())
         self.b.source, self.b.phase = "", "update"
         with self.b:
             for at, message in sent.items():
@@ -131,7 +131,7 @@ class _Compressing:
         block = replace(
             main,
             inputs=tuple(self.b.inputs),
-            eqns=(*eqns, *self.taken()),
+            eqns=(*eqns, *self._flushed()),
             outputs=(*outputs[:n], *outputs[n:], *self.updates.values()),
         )
         return replace(
@@ -141,7 +141,7 @@ class _Compressing:
             roles=self.roles,
         )
 
-    def taken(self) -> list[Eqn]:
+    def _flushed(self) -> list[Eqn]:
         """What has been written since."""
         eqns, self.b.eqns = self.b.eqns, []
         return eqns

@@ -36,7 +36,7 @@ class _Needed:
     def __init__(self, program: Program) -> None:
         self.program = program
         self.blocks = {name: program.blocks[name] for name in order(program)}
-        self.made = {n: {v: e for e in b.eqns for v in e.outputs} for n, b in self.blocks.items()}
+        self.producers = {n: {v: e for e in b.eqns for v in e.outputs} for n, b in self.blocks.items()}
         self.numbers = {n: {v: i for i, v in enumerate(b.inputs)} for n, b in self.blocks.items()}
         self.values: set[tuple[str, Var]] = set()
         self.eqns: set[str] = set()
@@ -53,7 +53,7 @@ class _Needed:
         if not isinstance(x, Var) or (block, x) in self.values:
             return
         self.values.add((block, x))
-        eqn = self.made[block].get(x)
+        eqn = self.producers[block].get(x)
         if eqn is None:
             self._slot(("in", block, self.numbers[block][x]))
             return

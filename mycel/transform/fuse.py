@@ -12,25 +12,27 @@ y: f32[2,4,8,16], lse: f32[2,4,8] = attention(q, k, v, mask)    =>  y: f32[2,4,8
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 from mycel.ir import OPS, Block, Chain, Eqn, Program, Var, chains, rewrite
 from mycel.ops import o
 
 
-def fuse(program: Program) -> Program:
-    """add(linear) => linear_bias, add(conv) => conv_bias, attention without lse => sdpa."""
-    return rewrite(program, _fuse)
+def fuse(program: Program, recorded: bool = False) -> Program:
+    """add(linear) => linear_bias, add(conv) => conv_bias, attention without lse => sdpa.  `recorded`: torch's autograd
+    takes gradients of what runs, so what only they see stays."""
+    return rewrite(program, functools.partial(_fuse, recorded=recorded))
 
 
-def _fuse(block: Block) -> Block:
+def _fuse(block: Block, recorded: bool) -> Block:
     uses = chains(block)
     producers = {v: eqn for eqn in block.eqns for v in eqn.outputs}
     gone: set[int] = set()
     eqns = []
     for eqn in block.eqns:
         new = eqn
-        if eqn.op is o.carry:  # gradients have been taken: only the value is left
+        if eqn.op is o.carry and not recorded:  # gradients have been taken: only the value is left
             new = replace(eqn, op=OPS["stop_gradient"], inputs=eqn.inputs[:1])
         elif eqn.op is o.attention and _unused(uses[eqn.outputs[1]]) and _is_sdpa(eqn):
             new = replace(eqn, op=OPS["sdpa"], outputs=eqn.outputs[:1])

@@ -87,7 +87,7 @@ def _affine(value: Value | None, ndim: int) -> Affine | None:
     """The value as an Affine, if it is one."""
     if isinstance(value, Affine):
         return value
-    number = _number(value)
+    number = number_of(value)
     return Affine(int(number), (0,) * ndim) if _is_whole(number) and not isinstance(number, bool) else None
 
 
@@ -95,7 +95,7 @@ def _is_whole(number: Any) -> bool:
     return isinstance(number, int) or (isinstance(number, float) and number.is_integer())
 
 
-def _number(value: Value | None) -> Any:
+def number_of(value: Value | None) -> Any:
     """The number a value is everywhere, or None."""
     if isinstance(value, Affine):
         return value.offset if not any(value.steps) else None
@@ -144,7 +144,7 @@ def _pointwise(eqn: Eqn, inputs: Sequence[Value], kernel: Callable[..., Any]) ->
     tables: list[tuple[int | None, bool, Either]] = []  # which region decides an operand, and whether inversely
     for x, value in zip(eqn.inputs, inputs, strict=True):
         if isinstance(value, Affine):
-            number = _number(value)
+            number = number_of(value)
             if number is None or (number == 0 and _is_real(x)):  # which zero?
                 return None
             value = Either(ALL, number, number)
@@ -168,21 +168,21 @@ def _pointwise(eqn: Eqn, inputs: Sequence[Value], kernel: Callable[..., Any]) ->
         if len(regions) == 2 and meet(_side(regions[0], inside[0]), _side(regions[1], inside[1]), shape) == NONE:
             continue
         elements = [
-            _element(x, c.yes if (True if at is None else inside[at]) != inverse else c.no)
+            element_of(x, c.yes if (True if at is None else inside[at]) != inverse else c.no)
             for x, (at, inverse, c) in zip(eqn.inputs, tables, strict=True)
         ]
-        results[inside] = _run(kernel, elements)
+        results[inside] = run_on(kernel, elements)
         if results[inside] is None:
             return None
     return _table(results, regions, shape)
 
 
-def _element(x: Atom, value: Any) -> Any:
+def element_of(x: Atom, value: Any) -> Any:
     """One element of an operand, with as many dims and the dtype that it has."""
     return torch.full((1,) * x.ndim, value, dtype=x.dtype) if isinstance(x, Var) else x
 
 
-def _run(kernel: Callable[..., Any], elements: list[Any]) -> Any:
+def run_on(kernel: Callable[..., Any], elements: list[Any]) -> Any:
     try:
         return kernel(*elements).item()
     except (RuntimeError, ValueError, TypeError, NotImplementedError, AttributeError, ZeroDivisionError):
@@ -231,10 +231,10 @@ def _iota(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
 
 
 def _full(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
-    number = _number(inputs[0])
+    number = number_of(inputs[0])
     if number is None:
         return None
-    number = _run(lambda: torch.full((), number, dtype=eqn.outputs[0].dtype), [])
+    number = run_on(lambda: torch.full((), number, dtype=eqn.outputs[0].dtype), [])
     return None if number is None else Either(ALL, number, number)
 
 
@@ -303,7 +303,7 @@ def _near(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
     (x, far), (_, bound) = sorted(
         zip(eqn.inputs, inputs, strict=True), key=lambda pair: not isinstance(pair[1], Distance)
     )
-    number, shape, dtype = _number(bound), eqn.outputs[0].shape, promote(*eqn.input_types)
+    number, shape, dtype = number_of(bound), eqn.outputs[0].shape, promote(*eqn.input_types)
     if name not in turned or not isinstance(far, Distance) or not _is_whole(number):
         return None
     limit = int(number) - (name in ("lt", "ge"))  # inside: |a| <= limit
@@ -336,7 +336,7 @@ def _triangle(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
 
 def _running_sum(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
     """cumsum of one number counts."""
-    number, dim = _number(inputs[0]), eqn.params["dim"]
+    number, dim = number_of(inputs[0]), eqn.params["dim"]
     if not _is_whole(number) or eqn.outputs[0].ndim == 0:
         return None
     return Affine(int(number), tuple(int(number) if d == dim else 0 for d in range(eqn.outputs[0].ndim)))
@@ -344,7 +344,7 @@ def _running_sum(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
 
 def _joined(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
     """cat of parts that are one number, or that count on."""
-    if all(v == inputs[0] for v in inputs) and _number(inputs[0]) is not None:
+    if all(v == inputs[0] for v in inputs) and number_of(inputs[0]) is not None:
         return inputs[0]
     dim, ndim, at = eqn.params["dim"], eqn.outputs[0].ndim, 0
     parts = [_affine(v, ndim) for v in inputs]
@@ -362,7 +362,7 @@ def _joined(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
 
 def _anywhere(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
     """Elements of a tensor that is one number, wherever they are taken from."""
-    number = _number(inputs[0])
+    number = number_of(inputs[0])
     return None if number is None else Either(ALL, number, number)
 
 
@@ -370,7 +370,7 @@ def _move(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
     """Operators that move elements: the same value under a change of index."""
     x, value, shape = eqn.inputs[0], inputs[0], eqn.outputs[0].shape
     assert isinstance(x, Var)
-    change = _change(eqn, x.shape, shape)
+    change = change_of_index(eqn, x.shape, shape)
     if change is None:
         return _anywhere(eqn, inputs)
     if isinstance(value, Affine):
@@ -381,7 +381,7 @@ def _move(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
     return None if region is None else Either(region, value.yes, value.no)
 
 
-def _change(eqn: Eqn, old: Shape, new: Shape) -> Callable[[Affine], Affine] | None:
+def change_of_index(eqn: Eqn, old: Shape, new: Shape) -> Callable[[Affine], Affine] | None:
     p = eqn.params
     match eqn.op.name:
         case "expand":

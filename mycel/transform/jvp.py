@@ -53,14 +53,14 @@ class Jvp:
 
     def __init__(self, program: Program) -> None:
         self.vjp = Vjp(program)
-        self.made: dict[Any, str] = {}
+        self.added: dict[Any, str] = {}
 
     def named(self, name: str, flags: Sequence[bool], wanted: Sequence[int]) -> str:
         """A block with tangents for these inputs and outputs; made once."""
         key = (name, tuple(flags), tuple(wanted))
-        if key not in self.made:
-            self.made[key] = self.vjp.add(f"{name}_tangents", self.block(self.vjp.blocks[name], flags, wanted))
-        return self.made[key]
+        if key not in self.added:
+            self.added[key] = self.vjp.add(f"{name}_tangents", self.block(self.vjp.blocks[name], flags, wanted))
+        return self.added[key]
 
     def block(self, block: Block, flags: Sequence[bool], wanted: Sequence[int]) -> Block:
         """inputs, tangents -> outputs, tangents of the wanted outputs"""

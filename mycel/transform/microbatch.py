@@ -65,7 +65,7 @@ def shares(
     )
     main = program.main
     loss = _Loss(program, large, active, split)
-    rows = joined(program, whole)
+    rows = results_in_rows(program, whole)
     summed = {
         i: loss.terms(x)
         for i, x in enumerate(program.results)
@@ -119,7 +119,7 @@ def weighing(program: Program, whole: Program, active: Collection[str], split: C
     )
 
 
-def joined(part: Program, whole: Program) -> list[int]:
+def results_in_rows(part: Program, whole: Program) -> list[int]:
     """Which results of a part are rows of the batch, and put one behind the other: those that are longer for the whole
     of it."""
     both = enumerate(zip(part.results, whole.results, strict=True))
@@ -186,7 +186,7 @@ class _Loss:
             {e.outputs: w for e, w in zip(main.eqns, whole.eqns, strict=True)} if _are_alike(main, whole) else {}
         )
         self.unseen: list[str] = []
-        self.made = {v: e for e in main.eqns for v in e.outputs}
+        self.producers = {v: e for e in main.eqns for v in e.outputs}
         self.moving = active_vars(Vjp(program), main, [v.name in active for v in main.inputs])
         self.varying = {v for v in main.inputs if v.name in split}
         for eqn in main.eqns:
@@ -194,7 +194,7 @@ class _Loss:
                 self.varying.update(eqn.outputs)
 
     def terms(self, x: Atom, outer: tuple[Eqn, ...] = ()) -> list[Term]:
-        eqn = self.made.get(x) if isinstance(x, Var) else None
+        eqn = self.producers.get(x) if isinstance(x, Var) else None
         if eqn is None:
             return [Term(x, outer=outer)]
         name, (a, b) = eqn.op.name, (*eqn.inputs, None, None)[:2]
@@ -224,7 +224,7 @@ class _Loss:
 
     def limited(self, count: Var) -> tuple[Var, tuple[Eqn, ...]]:
         """clamp(n, 1) is done to the sum of n, not to each of its parts."""
-        eqn = self.made.get(count)
+        eqn = self.producers.get(count)
         if eqn is None or eqn.op not in (o.clamp, o.cast) or [*eqn.vars] != [eqn.inputs[0]]:
             return count, ()
         inner, limits = self.limited(next(eqn.vars))
@@ -237,7 +237,7 @@ class _Loss:
             return counts.index(term.count)
         if term.sums:
             return self.divided_by(term)
-        eqn = self.made.get(term.value) if isinstance(term.value, Var) else None
+        eqn = self.producers.get(term.value) if isinstance(term.value, Var) else None
         if eqn is None or term.value not in self.varying:
             return None
         return eqn.input_types[0].numel / max(eqn.outputs[0].type.numel, 1) if eqn.op.averages else float(rows)

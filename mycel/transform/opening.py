@@ -1,21 +1,23 @@
-"""Equations whose operators have a meaning in others become that; what `unshared` and `in_pieces` have in common."""
+"""Equations whose operators have a meaning in others become that; what `unshared`, `in_pieces` and
+`recordable` have in common."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from mycel.ir import Atom, Block, Builder, Op, Program, Var, lookup, rewrite, substitute
+from mycel.ir import Atom, Block, Builder, Eqn, Op, Program, Var, lookup, rewrite, substitute
 
 Meaning = Callable[..., Any]
 
 
 def opened(program: Program, meaning: Callable[[Op], Meaning | None]) -> Program:
     """y = op(x…) => the equations of meaning(op)(x…), where there is one."""
-    return rewrite(program, lambda block: _opened(block, meaning))
+    return rewrite(program, lambda block: opened_block(block, lambda eqn: meaning(eqn.op)))
 
 
-def _opened(block: Block, meaning: Callable[[Op], Meaning | None]) -> Block:
+def opened_block(block: Block, meaning: Callable[[Eqn], Meaning | None]) -> Block:
+    """The same for the equations of one block, each looked at by itself."""
     b = Builder()
     b.inputs = list(block.inputs)
     b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
@@ -23,8 +25,8 @@ def _opened(block: Block, meaning: Callable[[Op], Meaning | None]) -> Block:
     with b:
         for eqn in block.eqns:
             b.at(eqn)
+            write = meaning(eqn)
             eqn = substitute(eqn, values)
-            write = meaning(eqn.op)
             if write is None:
                 b.eqns.append(eqn)
                 continue

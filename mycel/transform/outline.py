@@ -24,6 +24,7 @@ from mycel.ir import Block, Builder, Eqn, Program, Ref, Var, call, cond, custom,
 from mycel.transform.inline import latest
 
 SIZE = 800  # equations of a unit
+PART = 48  # equations of a part of a stretch whose equations stand beside each other
 
 
 def units(program: Program) -> set[str]:
@@ -75,9 +76,9 @@ def _cut(
     later: set[Var] = {v for v in block.outputs if isinstance(v, Var)}
     eqns: list[Eqn] = []
     for run in reversed(stretches):  # from the end, so that what is used later is known
-        if len(run) > 1 and is_worth(name, run):
-            run = [_outlined(blocks, name, run, later, outlined)]
-        for eqn in reversed(run):
+        worth = len(run) > 1 and is_worth(name, run)
+        for part in reversed(_parts(run) if worth else [[eqn] for eqn in run]):
+            eqn = _outlined(blocks, name, part, later, outlined) if worth else part[0]
             later.update(eqn.vars)
             eqns.append(eqn)
     return Block(block.inputs, tuple(reversed(eqns)), block.outputs)
@@ -95,6 +96,32 @@ def _stretches(block: Block) -> list[list[Eqn]]:
             runs.append([eqn])
         open_ = plain
     return runs
+
+
+def _parts(run: Sequence[Eqn]) -> list[list[Eqn]]:
+    """A long stretch in parts that share no tensor they make, since a compiler's seconds grow with the square of what
+    it is given: many small equations beside each other, as those that choose what becomes of the state of norms."""
+    if len(run) < 2 * PART:
+        return [list(run)]
+    groups: list[list[int]] = []  # equations by position, those that share a tensor together
+    home: dict[Var, list[int]] = {}
+    for i, eqn in enumerate(run):
+        mine = [i]
+        for old in {id(home[v]): home[v] for v in eqn.vars if v in home and v.ndim}.values():
+            mine += old
+            groups.remove(old)
+        groups.append(mine)
+        home.update((v, mine) for k in mine for v in run[k].outputs)
+    parts: list[list[int]] = [[]]
+    for mine in sorted(groups, key=min):
+        if len(parts[-1]) >= PART:
+            parts.append([])
+        parts[-1] += mine
+    if len(parts[-1]) < PART and len(parts) > 1:
+        parts[-2:] = [parts[-2] + parts[-1]]
+    at = {v: n for n, part in enumerate(parts) for k in part for v in run[k].outputs}
+    in_order = all(at[v] <= n for n, part in enumerate(parts) for k in part for v in run[k].vars if v in at)
+    return [[run[k] for k in sorted(part)] for part in parts] if in_order else [list(run)]
 
 
 def _outlined(blocks: dict[str, Block], name: str, run: Sequence[Eqn], later: set[Var], outlined: set[str]) -> Eqn:

@@ -11,6 +11,8 @@
     a if c else b                   m.choose(c, lambda: a, lambda: b)
     assert c, s                     m.check(c, lambda: s, "c")
     f(x)                            m.call(f)(x)
+    x[i]                            m.subscripted(x)[i]
+    [f(x) for x in s if c]          m.comprehend(s, lambda s: [f(x) for x in s if c], the same as a loop, True)
 
 Bodies are closures over the function's own variables, so the runtime reads and writes those through the closures'
 cells.  Names with an @ cannot clash with the user's.  Tests that can only be Python values (`x is None`, isinstance …)
@@ -20,6 +22,7 @@ keep their `if`.
 from __future__ import annotations
 
 import ast
+import copy
 import itertools
 from typing import Any
 
@@ -27,6 +30,7 @@ from mycel.capture.syntax.jumps import lower, placed
 from mycel.capture.syntax.scope import Function, bound, declared, mark, own, touched_inside
 
 RUNTIME = "m@"
+LIST = "the comprehension"  # a name that no code has
 _SIGNS = {
     ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=", ast.Eq: "==", ast.NotEq: "!=",
     ast.Is: "is", ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in",
@@ -251,7 +255,25 @@ class _Rewriter(ast.NodeTransformer):
         finally:
             self.inside -= 1
 
-    visit_ListComp = visit_SetComp = visit_DictComp = visit_GeneratorExp = _within
+    visit_SetComp = visit_DictComp = _within
+
+    def visit_ListComp(self, node: ast.ListComp) -> Any:
+        return self._comprehension("comprehend", node)
+
+    def visit_GeneratorExp(self, node: ast.GeneratorExp) -> Any:
+        return self._comprehension("generate", node)
+
+    def _comprehension(self, name: str, node: ast.ListComp | ast.GeneratorExp) -> Any:
+        """The comprehension, and the for loop that it is, for items or conditions that Python does not know."""
+        nested = any(isinstance(n, (ast.NamedExpr, ast.Await, ast.Yield)) for n in ast.walk(node))
+        if self.inside or nested or any(g.is_async for g in node.generators):
+            return self._within(node)
+        k = next(self.count)
+        self.hoisted[-1].append(self.visit(_as_loop(f"comprehension@{k}", node)))
+        items, node.generators[0].iter = self.visit(node.generators[0].iter), _name("items@")
+        plain = ast.copy_location(ast.Lambda(_arguments("items@"), self._within(node)), node)
+        chooses = ast.Constant(any(g.ifs for g in node.generators))
+        return placed(_runtime(name, items, plain, _name(f"comprehension@{k}"), chooses), node)
 
     def visit_BoolOp(self, node: ast.BoolOp) -> Any:
         if all(map(_is_static, node.values)) or self._binds_inside(node):
@@ -283,6 +305,11 @@ class _Rewriter(ast.NodeTransformer):
         """A name bound inside a comprehension or lambda cannot be reached by a closure."""
         return bool(self.inside) and any(isinstance(n, ast.NamedExpr) for n in ast.walk(node))
 
+    def visit_Subscript(self, node: ast.Subscript) -> Any:
+        value, node.slice = self.visit(node.value), self.visit(node.slice)
+        node.value = placed(_runtime("subscripted", value), node.value)
+        return node
+
     def visit_Call(self, node: ast.Call) -> Any:
         if isinstance(node.func, ast.Name) and node.func.id == "super" and not node.args and self.first:
             node.args = [_name("__class__"), _name(self.first)]
@@ -292,6 +319,20 @@ class _Rewriter(ast.NodeTransformer):
         node.keywords = [self.visit(k) for k in node.keywords]
         node.func = placed(_runtime("call", func), node.func)
         return node
+
+
+def _as_loop(name: str, node: ast.ListComp | ast.GeneratorExp) -> ast.FunctionDef:
+    """[f(x) for x in items if c]  =>  def name(items@): out = []; for x in items@: if c: out.append(f(x)); …"""
+    node = copy.deepcopy(node)
+    add = ast.Call(ast.Attribute(_name(LIST), "append", ast.Load()), [node.elt], [])
+    body: ast.stmt = ast.Expr(add)
+    for i, part in reversed([*enumerate(node.generators)]):
+        for test in reversed(part.ifs):
+            body = ast.If(test, [body], [])
+        body = ast.For(part.target, part.iter if i else _name("items@"), [body], [])
+    start = ast.Assign([ast.Name(LIST, ast.Store())], ast.List([], ast.Load()))
+    loop = ast.FunctionDef(name, _arguments("items@"), [start, body, ast.Return(_name(LIST))], [])
+    return placed(loop, node)  # type: ignore[no-any-return]
 
 
 def _is_static(test: ast.expr) -> bool:

@@ -26,13 +26,25 @@ from mycel.capture.fence import refuse
 from mycel.capture.island import function_boundary
 from mycel.capture.loops import over
 from mycel.capture.loops import repeat as traced_repeat
-from mycel.capture.merge import Want, fit, made
+from mycel.capture.maybe_items import parts, varies
+from mycel.capture.merge import Want, fit, wrapped
 from mycel.capture.nested import is_inside
 from mycel.capture.slots import UNDEFINED, Objects, assigned, variables
 from mycel.capture.syntax.draws import CLOCKS, DRAWS
+from mycel.capture.syntax.flex import flex_rule
+from mycel.capture.syntax.list_places import (
+    checked,
+    first_by,
+    is_list_method,
+    list_method,
+    ordered,
+    subscripted,  # noqa: F401  rewritten code calls it
+)
+from mycel.capture.syntax.lists import LISTS, each_apart, extreme, some, vary
 from mycel.capture.syntax.load import twin
 from mycel.capture.syntax.rewrite import RUNTIME
 from mycel.capture.trace import TRACING, Tracer
+from mycel.capture.turns import most_turns
 from mycel.capture.weak import as_number
 from mycel.errors import CaptureError
 from mycel.ir import Type
@@ -82,6 +94,8 @@ _SIGNS: dict[str, Callable[[Any, Any], Any]] = {
 
 def decide(x: Any) -> Any:
     """The truth of a Python value; a traced 0-dim bool for a tensor that is not known."""
+    if vary() and varies(x):
+        x = some(x)
     if not isinstance(x, torch.Tensor) or not TRACING or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return bool(x)
     if x.numel() != 1:
@@ -103,8 +117,20 @@ def branch(
     answer = decide(test)
     if isinstance(answer, bool):
         return then() if answer else orelse()
+    return _branched(answer, then, orelse, names, guard)
+
+
+def _branched(
+    answer: torch.Tensor,
+    then: Callable[[], Any],
+    orelse: Callable[[], Any],
+    names: Sequence[str],
+    guard: bool,
+    closures: Sequence[Callable[..., Any]] | None = None,
+) -> Any:
+    """then() if answer else orelse(), for a traced one."""
     try:
-        return traced_branch(TRACING[-1], answer, then, orelse, names, guard)
+        return traced_branch(TRACING[-1], answer, then, orelse, names, guard, closures)
     except CaptureError:  # what the branches make does not fit together: where the batch decides, one of them is taken
         known = TRACING[-1].fact(answer)
         if known is None:
@@ -122,10 +148,41 @@ def repeat(test: Callable[[], Any], body: Callable[[], Any], names: Sequence[str
     while True:
         answer = decide(test())
         if not isinstance(answer, bool):
-            return traced_repeat(TRACING[-1], lambda: decide(test()), body, (test, body), names)
+            return _while(TRACING[-1], test, body, names)
         if not answer:
             return None
         body()
+
+
+def _while(tracer: Tracer, test: Callable[[], Any], body: Callable[[], Any], names: Sequence[str]) -> None:
+    """A loop on tensors; where lists grow in it, one of so many turns at most as its counters allow."""
+    try:
+        return traced_repeat(tracer, lambda: decide(test()), body, (test, body), names)
+    except CaptureError as e:
+        error = e
+    most = most_turns(tracer, lambda: decide(test()), body, (test, body)) if error.grows else None
+    if most is None:
+        raise error
+    _counted(tracer, 0, 1, most, lambda turn: body(), test, names, (body,))
+    over = decide(negate(test()))
+    if over is not True:
+        traced_check(tracer, over, f"RuntimeError: a while loop took more than {most} turns, which its counters forbid")
+
+
+def comprehend(items: Any, plain: Callable[[Any], Any], loop: Callable[[Any], list[Any]], chooses: bool) -> Any:
+    """[f(x) for x in items], `chooses`: if c(x); `loop` is the same as a for loop that appends."""
+    if TRACING and isinstance(items, _SEQUENCES) and (chooses or vary() and varies(items)):
+        return loop(items)
+    return plain(items)
+
+
+def generate(items: Any, plain: Callable[[Any], Any], loop: Callable[[Any], list[Any]], chooses: bool) -> Any:
+    """(f(x) for x in items)"""
+    results = comprehend(items, plain, loop, chooses)
+    return iter(results) if isinstance(results, list) and not varies(results) else results
+
+
+_SEQUENCES = (list, tuple, range, torch.Tensor)
 
 
 # -- for -------------------------------------------------------------------------------------------------------------
@@ -204,13 +261,15 @@ def _each(items: Any, body: Callable[[Any], None], more: Callable[[], Any] | Non
     """Turn by turn; once it depends on a tensor whether the loop goes on, each turn is a branch, or the rest one
     loop."""
     answer: Any = True
-    for turn, item in enumerate(items):
-        if answer is True:
+    for turn, item in enumerate(each_apart(items)):
+        item, there = parts(item)
+        test = answer if there is True else there if answer is True else answer & there
+        if test is True:
             body(item)
         elif isinstance(items, range) and len(items) - turn > UNROLL:
             return _counted(TRACING[-1], item, items.step, len(items) - turn, body, more, names)
         else:
-            traced_branch(TRACING[-1], answer, functools.partial(body, item), _nothing, names, True, (body,))
+            _branched(test, functools.partial(body, item), _nothing, names, True, (body,))
         if more is not None:
             answer = decide(more())
             if answer is False:
@@ -252,24 +311,37 @@ def _counted(
     body: Callable[[Any], None],
     more: Callable[[], Any] | None,
     names: Sequence[str],
+    inner: Sequence[Callable[..., Any]] = (),
 ) -> None:
-    """for i in range(turns): body(start + i * step), as long as more()"""
+    """for i in range(turns): body(start + i * step), as long as more(); `inner`: what the body calls"""
     want = Want(Type(torch.int64, ()), True)
     tracer.here()
     with tracer:
-        at: Any = made(tracer, fit(0, want.type), want)
+        at: Any = wrapped(tracer, fit(0, want.type), want)
+
+    where = _Where()
 
     def test() -> Any:
+        where.is_in_turn = False
         return decide(at < turns if more is None else both(at < turns, more))
 
     def turn() -> None:
         nonlocal at
+        where.is_in_turn = True
         item = at if step == 1 and isinstance(start, int) and start == 0 else start + at * step
         at = at + 1
         body(item)
 
-    closures = (test, turn, body) if more is None else (test, turn, body, more)
-    traced_repeat(tracer, test, turn, closures, [*names, "at"])
+    closures = (test, turn, body, *inner, *(() if more is None else (more,)))
+    most = turns if isinstance(turns, int) else None
+    finished = lambda: at - 1 if where.is_in_turn else at
+    traced_repeat(tracer, test, turn, closures, [*names, "at"], most, finished)
+
+
+class _Where:
+    """Is it a turn of a loop that is traced, or its test?"""
+
+    is_in_turn = False
 
 
 # -- expressions -----------------------------------------------------------------------------------------------------
@@ -298,19 +370,23 @@ def either(value: Any, *rest: Callable[[], Any]) -> Any:
 def _join(answer: torch.Tensor, fn: Callable[[], Any], value: Any, logic: Callable[..., Any]) -> Any:
     """The right operand is computed only where the left one asks for it, unless it is cheap and cannot fail."""
     cheap = _cheap(TRACING[-1], fn)
-    if cheap is not None and value.dtype == torch.bool:
+    if value.dtype == torch.bool and cheap is (logic is torch.logical_or):
+        return cheap  # x and False, x or True: whatever x is
+    if isinstance(cheap, torch.Tensor) and value.dtype == torch.bool:
         return logic(answer, cheap)
     then, orelse = (fn, lambda: value) if logic is torch.logical_and else (lambda: value, fn)
     return traced_branch(TRACING[-1], answer, then, orelse, assigned((fn,)), True, (fn,))
 
 
-def _cheap(tracer: Tracer, fn: Callable[[], Any]) -> torch.Tensor | None:
+def _cheap(tracer: Tracer, fn: Callable[[], Any]) -> torch.Tensor | bool | None:
     """The value of a closure computed here and now, if that is a truth value and a few harmless equations."""
     slots = variables((fn,), assigned((fn,)))
     blocks = dict(tracer.blocks)
     done = run(tracer, fn, slots, Objects.reached((fn,), slots.values()), ())
     tracer.blocks = blocks
     x, section = done.value, done.section
+    if isinstance(x, bool) and not (slots or done.contents or done.writes or section.eqns):
+        return x
     if (
         slots
         or done.contents
@@ -377,7 +453,13 @@ def call(fn: Any) -> Any:
         return special
     if TRACING and isinstance(getattr(fn, "__func__", fn), _CACHED):
         return functools.partial(_remembered, fn)
+    if TRACING and is_list_method(fn):
+        return list_method(fn)
+    if TRACING and (flex := flex_rule(fn)) is not None:
+        return flex
     run = twin(fn, _GIVEN)
+    if run is fn and vary():
+        run = checked(fn)
     return function_boundary(TRACING[-1], fn, run) if TRACING else run
 
 
@@ -429,8 +511,14 @@ def _of_numbers(plain: Callable[..., Any], traced: Callable[..., Any]) -> Callab
 def _extreme(plain: Callable[..., Any], sign: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     """max and min, which compare: on traced numbers a choice."""
 
-    def extreme(*args: Any, **kwargs: Any) -> Any:
+    def function(*args: Any, **kwargs: Any) -> Any:
         values = args if len(args) > 1 else args[0]
+        if vary() and not kwargs and varies(values):
+            return extreme(values, sign)
+        if TRACING and kwargs.keys() == {"key"} and isinstance(values, (tuple, list)):
+            chosen = first_by(values, call(kwargs["key"]), plain is builtins.max)
+            if chosen is not None:
+                return chosen[0]
         if (
             kwargs
             or not isinstance(values, (tuple, list))
@@ -442,7 +530,7 @@ def _extreme(plain: Callable[..., Any], sign: Callable[[Any, Any], Any]) -> Call
             best = choose(sign(v, best), lambda v=v: v, lambda best=best: best)  # type: ignore[misc]
         return best
 
-    return extreme
+    return function
 
 
 def _over_items(stop: bool, join: Callable[..., Any]) -> Callable[[Any], Any]:
@@ -491,6 +579,12 @@ def _breakpoint(*args: Any, **kwargs: Any) -> Any:
     return None
 
 
+def _tracing_state() -> Any:
+    """Is torch's own tracer at work?  For it torch.distributions has forms without decisions, which are captured."""
+    asks = sys._getframe(1).f_globals.get("__name__", "")
+    return torch._C._get_tracing_state() or (bool(TRACING) and asks.startswith("torch.distributions."))
+
+
 def _linearize(fn: Callable[..., Any], *primals: Any) -> Any:
     """torch.func.linearize."""
     return traced_linearize(TRACING[-1], call(fn), *primals) if TRACING else torch.func.linearize(fn, *primals)
@@ -509,13 +603,15 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     all: _over_items(False, both),
     map: _with_twins(builtins.map),
     filter: _with_twins(builtins.filter),
-    sorted: _with_twins(builtins.sorted),
+    sorted: _with_twins(ordered),
     functools.reduce: _with_twins(functools.reduce),
     torch.utils.checkpoint.checkpoint: _with_twins(torch.utils.checkpoint.checkpoint),
     torch.func.linearize: _linearize,
+    torch._C._get_tracing_state: _tracing_state,
     **{getattr(math, name): _of_numbers(getattr(math, name), getattr(torch, name)) for name in _MATH},
     **DRAWS,
     **CLOCKS,
+    **LISTS,
 }
 _GIVEN = {RUNTIME: sys.modules[__name__], "undefined@": UNDEFINED}
 

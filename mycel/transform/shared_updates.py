@@ -2,12 +2,12 @@
 much that part has changed, encoded.
 
     w' = adam(w, …)                       w' = adam(w, …)
-    return w=w'                           y, r = told(w', w, w.unsent, axes=("dp",), codec="int4", of="w")
+    return w=w'                           y, r = shared_update(w', w, w.unsent, axes=("dp",), codec="int4", of="w")
                                =>         return w=y, w.unsent=r
 
-`lower/compress` writes the gather behind `told` on encoded bytes; all ranks, the one that has updated the part among
-them, go on with what these say.  What that leaves out of a change is in the next one: an input of the role `outer
-unsent of w`, which lies as the optimiser's state of w does.  A step that is skipped changes neither.
+`lower/compress` writes the gather behind `shared_update` on encoded bytes; all ranks, the one that has updated the
+part among them, go on with what these say.  What that leaves out of a change is in the next one: an input of the role
+`outer unsent of w`, which lies as the optimiser's state of w does.  A step that is skipped changes neither.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from mycel.ops import o
 SKIPPED = Role("counter", "skipped")
 
 
-def tell_differences(program: Program, codecs: Mapping[str, str], axis: str) -> Program:
+def share_updates(program: Program, codecs: Mapping[str, str], axis: str) -> Program:
     """The step with the new values of these parameters told along an axis, each by its codec."""
     main, inputs, roles = program.main, program.by_role(), dict(program.roles)
     n = len(program.results)
@@ -43,7 +43,7 @@ def tell_differences(program: Program, codecs: Mapping[str, str], axis: str) -> 
             roles[error.name] = Role("outer", "unsent", of=name)
             fed_back = o.mul(error, o.cast(is_taken, dtype=error.dtype))
             how = {"codec": codec, "axes": (axis,), "of": name}
-            updates[w.name], lost = o.told(updates[w.name], w, fed_back, **how)
+            updates[w.name], lost = o.shared_update(updates[w.name], w, fed_back, **how)
             updates[error.name] = o.where(is_taken, lost, error)
     block = replace(main, inputs=tuple(b.inputs), eqns=tuple(b.eqns), outputs=(*main.outputs[:n], *updates.values()))
     return replace(program, blocks={**program.blocks, program.entry: block}, updates=tuple(updates), roles=roles)

@@ -1,0 +1,163 @@
+"""What a call leaves behind: slots of objects that hold other values than before, buffers with new values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mycel.capture.counters import CountedSlot, Slot, changed_values, place_of, slot_of
+from mycel.capture.fence import refuse
+from mycel.capture.record import Traced
+from mycel.capture.state import (
+    Attributes,
+    Container,
+    Location,
+    Reachable,
+    contents,
+    is_static,
+    is_there,
+    owner,
+    put_back,
+)
+from mycel.capture.structures import Structures
+from mycel.capture.trace import Tracer
+from mycel.capture.tree import Tree, flatten, holds_tensors
+from mycel.ir import Var, type_of
+
+
+@dataclass(frozen=True)
+class ReboundSlot:
+    """A slot that holds new tensors after the call: rebound, not updated in place."""
+
+    box: Container
+    key: Any
+    tree: Tree
+    values: list[Var]
+
+
+def rebound_slots(tracer: Tracer, places: Reachable, counted: Mapping[Slot, CountedSlot]) -> list[ReboundSlot]:
+    """All slots that were rebound to tensors, to structures that hold traced ones, or to other plain values."""
+    rebound = [
+        ReboundSlot(box, key, Tree("static", value), [])
+        for box, key, value in changed_values(places)
+        if slot_of(box, key) not in counted
+    ]
+    for box in places.boxes:
+        if isinstance(box.slots, list) and not is_there(box.inside):
+            continue  # another one is in its place
+        for key, value in contents(box.slots).items():
+            if (
+                slot_of(box, key) in counted
+                or value is box.old.get(key)
+                or not (isinstance(value, torch.Tensor) or _holds_traced(value))
+            ):
+                continue
+            leaves: list[torch.Tensor] = []
+            tree = flatten(value, leaves, objects=True, varying=True)
+            with tracer:
+                values = [tracer.cell(x).read() for x in leaves]
+            tree = tree.with_numbers(iter([isinstance(x, Traced) and x.weak for x in leaves]))
+            if (box.kind == "variable" and not isinstance(box.slots, dict) and tree.kind != "number") or (
+                isinstance(box.slots, list) and len(box.slots) != len(box.old)
+            ):
+                raise refuse(
+                    f"a traced tensor was kept in {box.name}, which lives outside of the function",
+                    "return it, or keep it in a buffer or an attribute of a module",
+                    next((tracer.producers[v].source for v in values if v in tracer.producers), ""),
+                )
+            rebound.append(ReboundSlot(box, key, tree, values))
+    return rebound
+
+
+def effects_of(
+    tracer: Tracer, changes: list[ReboundSlot], structures: Structures
+) -> tuple[list[tuple[Location, Tree]], list[Var]]:
+    """A rebound parameter or buffer of the same type is an update of it; any other rebound slot is assigned after each
+    call."""
+    effects, values = [], []
+    for change in changes:
+        box, key, old = change.box, change.key, change.box.old.get(change.key)
+        if (
+            box.kind in ("parameter", "buffer")
+            and isinstance(old, torch.Tensor)
+            and type_of(old) == change.values[0].type
+        ):
+            with tracer:
+                tracer.cell(old).write(change.values[0])
+            continue
+        effects.append((place_of(box, key), change.tree))
+        _guard_rebound(tracer.places, structures, change)
+        values += change.values
+    structures.settle()
+    return effects, values
+
+
+def toggles(tracer: Tracer) -> list[tuple[Location, Tree]]:
+    """Tensors that ask for a gradient after the call and did not before, or the other way round."""
+    return [
+        (Location("requires_grad", "attribute", Attributes(x, ["requires_grad"]), "requires_grad"), Tree("static", now))
+        for x, asked in tracer.toggled.values()
+        if (now := x.requires_grad) != asked
+    ]
+
+
+def _guard_rebound(places: Reachable, structures: Structures, change: ReboundSlot) -> None:
+    """A slot that is new is one that was not there before, where code may ask for it; a structure in a slot that
+    nobody reads is of no interest, one that is read is read through the slot."""
+    box, key = change.box, change.key
+    if not isinstance(key, str):
+        return
+    if key not in box.old and key in places.read_names:
+        places.sizes_before.append((owner(box.slots), len(box.old)))
+    elif key in box.old and key not in places.read_names and not is_static(box.old[key]):
+        places.forget_inside(owner(box.slots), key, box.old[key])
+    elif key in box.old:
+        structures.add(box, key)
+
+
+def restore(places: Reachable) -> None:
+    """Put back what slots held before: what they hold now is assigned after each call.  Objects without tensors, and
+    what was added to lists, stay."""
+    for box in places.boxes:
+        now = contents(box.slots)
+        grew = isinstance(box.slots, list) and len(now) != len(box.old)
+
+        def stays(v: Any, grew: bool = grew) -> bool:
+            return not isinstance(v, torch.Tensor) and (grew or not is_static(v)) and not _holds_traced(v)
+
+        want = {
+            k: v if v is box.old.get(k) or stays(v) else box.old.get(k)
+            for k, v in now.items()
+            if k in box.old or stays(v)
+        }
+        if want.keys() != now.keys() or any(v is not now[k] for k, v in want.items()):
+            put_back(box.slots, want)
+
+
+def undo(places: Reachable) -> None:
+    """Everything is as it was before the call."""
+    for box in places.boxes:
+        put_back(box.slots, box.old)
+
+
+def _holds_traced(value: Any) -> bool:
+    leaves: list[torch.Tensor] = []
+    if isinstance(value, Traced):
+        return True
+    if is_static(value) or isinstance(value, (torch.nn.Module, type)) or not holds_tensors(value):
+        return False
+    flatten(value, leaves, objects=True, varying=True)
+    return any(isinstance(x, Traced) for x in leaves)
+
+
+def updates_of(tracer: Tracer) -> tuple[list[Var], list[Var]]:
+    """Inputs whose cells were written, with their new values."""
+    inputs, values = [], []
+    for (_, cell), start in zip(tracer.lifted.values(), tracer.inputs, strict=True):
+        if cell.version:
+            inputs.append(start)
+            values.append(cell.var)
+    return inputs, values

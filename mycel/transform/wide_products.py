@@ -1,0 +1,82 @@
+"""Products of 16 bits in 32 where a processor has none of 16: operands cast, results rounded once; the last pass, for a
+CPU.
+
+    y: bf16[64,2048] = linear(x, w)        =>      x32: f32[64,768]   = cast(x)
+                                                   w32: f32[2048,768] = cast(w)
+                                                   y32: f32[64,2048]  = linear(x32, w32)
+                                                   y: bf16[64,2048]   = cast(y32)
+
+Sums are made in 32 bits, so this is at least as exact as torch's.  A cast is made for each product anew and freed with
+it: what backward keeps stays in 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+
+from mycel.ir import CONTROL, Block, Builder, Eqn, Program, Type, Var, rewrite, walk
+from mycel.ops import o
+from mycel.ops.product_speed import HALVES
+
+
+def halves(program: Program) -> frozenset[torch.dtype]:
+    """The dtypes of 16 bits in which it has products."""
+    return frozenset(dtype for _, e in walk(program) if _is_product(e) for dtype in _halves_of(e))
+
+
+def wide_products(program: Program, slow: Mapping[torch.dtype, int]) -> Program:
+    """The program with products in 32 bits for each dtype in `slow` that use an operand's element so often or more."""
+    return rewrite(program, lambda block: _widened(block, slow)) if slow else program
+
+
+def _is_product(eqn: Eqn) -> bool:
+    is_one = eqn.op.product or eqn.op.precision == "low"
+    return is_one and eqn.op not in CONTROL and eqn.op is not o.linear_few_rows
+
+
+def _halves_of(eqn: Eqn) -> set[torch.dtype]:
+    return {x.dtype for x in eqn.inputs if isinstance(x, Var) and x.dtype in HALVES}
+
+
+def _uses(eqn: Eqn) -> float:
+    """How often the product uses an element of its largest operand: of a weight, the number of rows."""
+    types = [t for t in eqn.input_types if isinstance(t, Type)]
+    return eqn.op.cost(eqn.input_types, eqn.params).flops / max(2 * max(t.numel for t in types), 1)
+
+
+def _is_slow(eqn: Eqn, slow: Mapping[torch.dtype, int]) -> bool:
+    dtypes = _halves_of(eqn) if _is_product(eqn) else set[torch.dtype]()
+    return bool(dtypes) and dtypes <= slow.keys() and _uses(eqn) >= max(slow[dtype] for dtype in dtypes)
+
+
+def _widened(block: Block, slow: Mapping[torch.dtype, int]) -> Block:
+    if not any(_is_slow(eqn, slow) for eqn in block.eqns):
+        return block
+    b = Builder()
+    b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
+    with b:
+        for eqn in block.eqns:
+            if _is_slow(eqn, slow):
+                _in_32_bits(b, eqn)
+            else:
+                b.eqns.append(eqn)
+    return Block(block.inputs, tuple(b.eqns), block.outputs)
+
+
+def _in_32_bits(b: Builder, eqn: Eqn) -> None:
+    """Writes one product; its results keep their names."""
+    b.at(eqn)
+    distinct = dict.fromkeys(x for x in eqn.inputs if isinstance(x, Var) and x.dtype in HALVES)
+    casts = {x: o.cast(x, dtype=torch.float32) for x in distinct}
+    results = eqn.op(*(casts[x] if isinstance(x, Var) and x in casts else x for x in eqn.inputs), **eqn.params)
+    product = len(b.eqns) - 1
+    outputs: tuple[Var, ...] = results if isinstance(results, tuple) else (results,)
+    same = {v: y for v, y in zip(outputs, eqn.outputs, strict=True) if v.dtype == y.dtype}
+    b.eqns[product] = replace(b.eqns[product], outputs=tuple(same.get(v, v) for v in outputs))
+    for v, y in zip(outputs, eqn.outputs, strict=True):
+        if v not in same:
+            o.cast(v, dtype=y.dtype)
+            b.eqns[-1] = replace(b.eqns[-1], outputs=(y,))
