@@ -186,6 +186,40 @@ def capped(q, k, v, ids):
     return s.masked_fill(~(same(ids) & below()), -math.inf).softmax(-1) @ v
 
 
+def positions(ids):
+    """They go on by one in a document, and start anew anywhere."""
+    return at() - 90 * ids
+
+
+def same_run(p):
+    """As transformers finds documents in positions."""
+    return same((torch.diff(p, prepend=p[:, :1] - 1, dim=-1) != 1).cumsum(-1))
+
+
+def rows_and_columns(p):
+    return p[:, None, :, None], p[:, None, None, :]
+
+
+def by_positions(q, k, v, ids):
+    p = positions(ids)
+    row, column = rows_and_columns(p)
+    return F.scaled_dot_product_attention(q, k, v, same_run(p) & (column <= row))
+
+
+def positions_in_a_window(q, k, v, ids):
+    p = positions(ids)
+    row, column = rows_and_columns(p)
+    near = (column > row - 20) & (column <= row)
+    return F.scaled_dot_product_attention(q, k, v, near & same_run(p))
+
+
+def positions_both_ways(q, k, v, ids):
+    p = positions(ids)
+    row, column = rows_and_columns(p)
+    mask = torch.where(same_run(p) & ((row - column).abs() <= 20), 0.0, -math.inf)
+    return F.scaled_dot_product_attention(q, k, v, mask.to(q.dtype))
+
+
 CAUSAL, ALL = ("causal", 1), ("all", 1)
 FORMS = {
     by_hand: CAUSAL, both_ways: ALL, in_a_window: ((19, 0), 1), in_a_wide_window: ((179, 179), 1), three_dims: CAUSAL,
@@ -194,6 +228,7 @@ FORMS = {
     as_a_function: CAUSAL, flex: CAUSAL, flex_with_scores: CAUSAL, indexed: CAUSAL,
     with_padding: ("causal", 2), padding_both_ways: ("all", 3),
     padded: CAUSAL, two_numbers: ("causal", 2), capped: CAUSAL,
+    by_positions: CAUSAL, positions_in_a_window: ((19, 0), 1), positions_both_ways: ((20, 20), 1),
 }  # fmt: skip
 
 
@@ -234,7 +269,34 @@ def of_floats(q, k, v, ids):
     return F.scaled_dot_product_attention(q, k, v, same(ids / ids.clamp(max=1)) | below().logical_not() | below())
 
 
-OTHERS = [either, by_head, later_documents, every_second, least_number_and_padding, padding_alone, of_floats]
+def positions_alone(q, k, v, ids):
+    row, column = rows_and_columns(positions(ids))
+    return F.scaled_dot_product_attention(q, k, v, column <= row)
+
+
+def positions_or_documents(q, k, v, ids):
+    p = positions(ids)
+    row, column = rows_and_columns(p)
+    return F.scaled_dot_product_attention(q, k, v, same_run(p) | (column <= row))
+
+
+def positions_of_others(q, k, v, ids):
+    """Runs of one tensor say nothing of the numbers of another."""
+    row, column = rows_and_columns(positions(ids) // 2)
+    return F.scaled_dot_product_attention(q, k, v, same_run(positions(ids)) & (column < row + 3))
+
+
+def positions_from_a_number(q, k, v, ids):
+    """Where a document starts is not known."""
+    p = positions(ids)
+    row, column = rows_and_columns(p)
+    return F.scaled_dot_product_attention(q, k, v, same_run(p) & (column + row <= 300))
+
+
+OTHERS = [
+    either, by_head, later_documents, every_second, positions_alone, positions_or_documents, positions_of_others,
+    positions_from_a_number, least_number_and_padding, padding_alone, of_floats,
+]  # fmt: skip
 
 
 def batch(seed=0):
@@ -277,7 +339,7 @@ def test_documents_are_found(form):
 SAME_AS = {flex: by_hand, flex_with_scores: capped}  # torch has no gradient of it on a CPU
 
 
-@pytest.mark.parametrize("form", [*FORMS, *OTHERS[:4]], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("form", [*FORMS, *OTHERS[:8]], ids=lambda f: f.__name__)
 def test_gradients_of_documents(form):
     def loss(*args, form=form):
         return (form(*args) * torch.arange(8)).square().sum()

@@ -28,8 +28,9 @@ from mycel.ir import Block, Builder, Eqn, Params, Program, Ref, Type, Var, call,
 from mycel.ops import o
 from mycel.transform.causal import KnownValues, is_low, mask_inputs, mask_place, masks, structure_of
 from mycel.transform.indexed import Values, broadcast
-from mycel.transform.meetings import Equal, Following, Meeting, Side
+from mycel.transform.meetings import Following, Meeting
 from mycel.transform.regions import Region, Shape, moved
+from mycel.transform.sides import Equal, Side
 
 LEAST = 1 << 15  # pairs of rows and columns below which a mask is as fast: a CPU gains from 256 x 256 on
 
@@ -81,6 +82,7 @@ class _DocumentedBlocks:
         b = Builder()
         b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
         following = Following(self.known.values(block, self.seen[name]))
+        following.look_ahead(block.eqns)
         inputs = list(block.inputs)
         for v, knows in zip(block.inputs, given, strict=True):
             if knows is not None:
@@ -104,7 +106,7 @@ class _DocumentedBlocks:
             return eqn
         mask = eqn.inputs[at]
         assert isinstance(mask, Var)
-        meeting = following.meetings.get(mask)
+        meeting = following.certain(mask)
         shown = _documented(eqn, at, mask, meeting, canonical) if meeting is not None else None
         self.changed = self.changed or shown is not None
         return shown or eqn
@@ -115,7 +117,7 @@ class _DocumentedBlocks:
         beside: list[Var] = []
         for i in sorted(self.asked[name]):
             x = eqn.inputs[i]
-            meeting = following.meetings.get(x) if isinstance(x, Var) else None
+            meeting = following.certain(x)
             keys = _oriented(meeting, x.shape) if meeting is not None and isinstance(x, Var) else None
             if meeting is not None and isinstance(x, Var) and keys and math.prod(x.shape[-2:]) >= LEAST:
                 places, own = canonical.inputs(keys, x)

@@ -3,70 +3,31 @@
     Meeting   `yes` where an index is in a region and some integers are equal there, else `no`
               logical_and(eq(a, c), below)    yes True, no False
               where(that, 0.0, -inf)          yes 0.0, no -inf
-    Equal     one side equals the other; or a bool tensor is True, which is its own equality
-    Side      a tensor, and which of its dims each dim of the index is; None: it is the same along that
 
 Values are followed through operators on elements by truth tables, as in `indexed.py`, and through those that move
-elements by the change of index.
+elements by the change of index.  What a comparison of positions says holds within a document
+(`document_positions.py`); where it meets the equality of documents, that is all there is to know.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from mycel.ir import Atom, Eqn, Var, is_float
 from mycel.ops import o
+from mycel.transform.document_positions import Counting, DocumentPositions, Pair, moved_pair, positions_of
 from mycel.transform.fold import is_pointwise
 from mycel.transform.indexed import Either, Value, broadcast, change_of_index, element_of, number_of, run_on
 from mycel.transform.regions import ALL, NONE, Affine, Region, Shape, meet, moved
+from mycel.transform.sides import Change, Equal, Side
 
 LOW = -1e30  # what is as good as minus infinity where it is added
 MOST = 3  # values that an operator on elements takes together
-
-Change = Callable[[Affine], Affine]
-
-
-@dataclass(frozen=True)
-class Side:
-    """A tensor under an index: for each dim of the index the tensor's own, or None."""
-
-    of: Var
-    dims: tuple[int | None, ...]
-
-    def moved(self, change: Change, new: Shape) -> Side | None:
-        """Under a change of index that leaves places along dims as they are."""
-        dims: list[int | None] = [None] * len(new)
-        for m, d in enumerate(self.dims):
-            if d is None:
-                continue
-            a = change(Affine(0, tuple(int(n == m) for n in range(len(self.dims)))))
-            along = [n for n, step in enumerate(a.steps) if step]
-            if a.offset or len(along) != 1 or a.steps[along[0]] != 1 or new[along[0]] != self.of.shape[d]:
-                return None
-            dims[along[0]] = d
-        return Side(self.of, tuple(dims))
-
-
-@dataclass(frozen=True)
-class Equal:
-    """Where one side equals the other; `whole` says the same as a bool tensor."""
-
-    one: Side | None
-    other: Side | None
-    whole: Side | None
-
-    def moved(self, change: Change, new: Shape) -> Equal | None:
-        one, other, whole = (
-            None if side is None else side.moved(change, new) for side in (self.one, self.other, self.whole)
-        )
-        if one is None or other is None:
-            one = other = None
-        return Equal(one, other, whole) if one is not None or whole is not None else None
 
 
 @dataclass(frozen=True)
@@ -77,11 +38,15 @@ class Meeting:
     keys: tuple[Equal, ...]
     yes: Any
     no: Any
+    within: frozenset[Pair] = frozenset()  # where these are not of one document, it may be either
 
     def moved(self, change: Change, new: Shape) -> Meeting | None:
         region = moved(self.region, change, new)
         keys = tuple(equal for key in self.keys if (equal := key.moved(change, new)) is not None)
-        return Meeting(region, keys, self.yes, self.no) if region is not None and len(keys) == len(self.keys) else None
+        within = [moved_pair(pair, change, new) for pair in self.within]
+        if region is None or len(keys) < len(self.keys) or None in within:
+            return None
+        return Meeting(region, keys, self.yes, self.no, frozenset(pair for pair in within if pair is not None))
 
 
 @dataclass
@@ -92,6 +57,21 @@ class Following:
     meetings: dict[Var, Meeting] = field(default_factory=dict)
     sides: dict[Var, Side] = field(default_factory=dict)
     producers: dict[Var, Eqn] = field(default_factory=dict)
+    positions: DocumentPositions = field(default_factory=DocumentPositions)
+
+    def look_ahead(self, eqns: Sequence[Eqn]) -> None:
+        """Finds which tensors are positions of documents, for comparisons that come before."""
+        producers = {v: eqn for eqn in eqns for v in eqn.outputs}
+        if any(eqn.op is o.cumsum and positions_of(eqn, producers) is not None for eqn in eqns):
+            ahead = Following(self.known)
+            for eqn in eqns:
+                ahead.follow(eqn)
+            self.positions.along.update(ahead.positions.along)
+
+    def certain(self, x: Atom) -> Meeting | None:
+        """What is known of a value everywhere."""
+        meeting = self.meetings.get(x) if isinstance(x, Var) else None
+        return meeting if meeting is not None and not meeting.within else None
 
     def follow(self, eqn: Eqn) -> None:
         """What an equation makes."""
@@ -103,10 +83,16 @@ class Following:
         change = change_of_index(eqn, x.shape, out.shape) if isinstance(x, Var) else None
         if change is not None and isinstance(x, Var):
             self._move(x, out, change)
+            self.positions.move(eqn, change)
+        elif eqn.op is o.cumsum:
+            if (p := positions_of(eqn, self.producers)) is not None:
+                self.positions.see(eqn, self.side(p))
         elif eqn.op is o.index:
             self._index(eqn, out)
         elif eqn.op in (o.eq, o.ne) and (key := self._equal(eqn, out)) is not None:
             self.meetings[out] = Meeting(ALL, (key,), eqn.op is o.eq, eqn.op is not o.eq)
+        elif (compared := self._compared(eqn)) is not None:
+            self.meetings[out] = compared
         elif is_pointwise(eqn.op) and (meeting := self._pointwise(eqn, out)) is not None:
             self.meetings[out] = meeting
 
@@ -142,11 +128,7 @@ class Following:
                 if dims[counted] is not None or out.shape[counted] != x.shape[d]:
                     return
                 dims[counted] = d
-        self.sides[out] = self._through(x, dims)
-
-    def _through(self, x: Var, dims: Sequence[int | None]) -> Side:
-        inner = self.side(x)
-        return Side(inner.of, tuple(None if d is None else inner.dims[d] for d in dims))
+        self.sides[out] = self.side(x).under(Side(x, tuple(dims)))
 
     def _counted(self, i: Atom, shape: Shape) -> int | None:
         """The dim along which an index counts from 0; -1: it is 0."""
@@ -177,6 +159,17 @@ class Following:
 
     # -- operators on elements
 
+    def _compared(self, eqn: Eqn) -> Meeting | None:
+        """A comparison of positions, within their documents."""
+        operands: list[Counting | Value | None] = []
+        for x in eqn.inputs:
+            value = self.known.get(x) if isinstance(x, Var) else None
+            operands.append(value or (self.positions.of(x, self.side(x)) if isinstance(x, Var) else None))
+            if operands[-1] is None and isinstance(x, Var):
+                return None
+        compared = self.positions.follow(eqn, operands)
+        return None if compared is None else Meeting(compared[0].region, (), True, False, frozenset({compared[1]}))
+
     def _pointwise(self, eqn: Eqn, out: Var) -> Meeting | None:
         """An operator on elements, by its kernel on one element for each combination of what its operands are."""
         kinds: list[tuple[Region, tuple[Equal, ...]]] = []
@@ -196,7 +189,9 @@ class Following:
                 return None
             kind = value.region, value.keys if isinstance(value, Meeting) else ()
             tables.append((*_place_of(kind, kinds), value))
-        return self._result(eqn, kinds, tables, out) if any(keys for _, keys in kinds) else None
+        if not any(keys for _, keys in kinds) and not any(_within(value) for *_, value in tables):
+            return None
+        return self._result(eqn, kinds, tables, out)
 
     def _over(self, value: Any, x: Atom, shape: Shape) -> Any:
         """An operand's value over the index of the result."""
@@ -212,17 +207,39 @@ class Following:
         if len(kinds) > MOST:
             return None
         results: dict[tuple[bool, ...], Any] = {}
+        within = frozenset(pair for *_, value in tables for pair in _within(value))
         for inside in itertools.product((True, False), repeat=len(kinds)):
-            if _never(kinds, inside, out.shape):
+            if not within and _never(kinds, inside, out.shape):
                 continue
-            elements = [
-                element_of(x, v.yes if at is None or inside[at] != turned else v.no)
-                for x, (at, turned, v) in zip(eqn.inputs, tables, strict=True)
-            ]
-            results[inside] = run_on(lambda *xs: eqn.op.kernel(*xs, **eqn.params), elements)
+            chosen = [v.yes if at is None or inside[at] != turned else v.no for at, turned, v in tables]
+            results[inside] = self._element(eqn, chosen)
             if results[inside] is None:
                 return None
-        return _conjunction(results, kinds, out.shape)
+        meeting = _conjunction(results, kinds, out.shape)
+        if meeting is None or not within:
+            return meeting
+        unproven = {pair for pair in within if not self._is_settled(eqn, pair, [v for *_, v in tables], meeting)}
+        return replace(meeting, within=frozenset(unproven))
+
+    def _is_settled(self, eqn: Eqn, pair: Pair, values: Sequence[Any], meeting: Meeting) -> bool:
+        """Is the result `no` outside of a document, whatever the other operands are there?"""
+        for at, value in enumerate(values):
+            keys = value.keys if isinstance(value, Meeting) and not value.within else ()
+            if not any(self.positions.proves(key, pair) for key in keys):
+                continue
+            choices = [(v.no,) if n == at else (v.yes, v.no) for n, v in enumerate(values)]
+            results = [self._element(eqn, chosen) for chosen in itertools.product(*choices)]
+            if None not in results and _alike([meeting.no, *results]):
+                return True
+        return False
+
+    def _element(self, eqn: Eqn, chosen: Sequence[Any]) -> Any:
+        elements = [element_of(x, v) for x, v in zip(eqn.inputs, chosen, strict=True)]
+        return run_on(lambda *xs: eqn.op.kernel(*xs, **eqn.params), elements)
+
+
+def _within(value: Any) -> frozenset[Pair]:
+    return value.within if isinstance(value, Meeting) else frozenset()
 
 
 def _place_of(kind: tuple[Region, tuple[Equal, ...]], kinds: list[Any]) -> tuple[int | None, bool]:
