@@ -30,7 +30,7 @@ def meeting(rows, columns, size, step):
 
 def _tile_numbers(ids, size, largest):
     """The least or the largest of the numbers of each tile."""
-    pad = -ids.shape[1] % size
-    edge = torch.iinfo(ids.dtype).min if largest else torch.iinfo(ids.dtype).max
-    ids = torch.nn.functional.pad(ids, (0, 0, 0, pad), value=edge).unflatten(1, (-1, size))
-    return ids.amax(2) if largest else ids.amin(2)
+    edge = torch.iinfo(ids.dtype).min if largest else torch.iinfo(ids.dtype).max  # as a float, for `pad`, it is another
+    rest = ids.new_full((ids.shape[0], -ids.shape[1] % size, ids.shape[2]), edge)
+    tiles = torch.cat([ids, rest], 1).unflatten(1, (-1, size))
+    return tiles.amax(2) if largest else tiles.amin(2)

@@ -18,8 +18,8 @@ from mycel.transform.indexed import Either, Value, broadcast, of_equation
 from mycel.transform.regions import Affine, Shape
 from mycel.transform.sides import Change, Equal, Side
 
-STARTS = {"add": (1, 1), "sub": (1, -1), "neg": (-1,), "abs": (1,)}  # how starts of operands add up
-COMPARISONS = ("le", "lt", "ge", "gt", "eq", "ne")
+STARTS = {o.add: (1, 1), o.sub: (1, -1), o.neg: (-1,), o.abs: (1,)}  # how starts of operands add up
+COMPARISONS = (o.le, o.lt, o.ge, o.gt, o.eq, o.ne)
 
 Pair = frozenset[Side]  # two places of a tensor of positions
 
@@ -67,9 +67,9 @@ class DocumentPositions:
 
     def follow(self, eqn: Eqn, operands: list[Counting | Value | None]) -> tuple[Either, Pair] | None:
         """What an operator on elements makes of them; of a comparison: (where it is True, within which pair)."""
-        name, out = eqn.op.name, eqn.outputs[0]
+        op, out = eqn.op, eqn.outputs[0]
         counting = [v if isinstance(v, Counting) else None for v in operands]
-        if not any(counting) or (name not in STARTS and name not in COMPARISONS):
+        if not any(counting) or (op not in STARTS and op not in COMPARISONS):
             return None
         sides = [
             moved_pair(c.sides, broadcast(x.shape, out.shape), out.shape)
@@ -80,9 +80,9 @@ class DocumentPositions:
         if value is None or None in sides:
             return None
         pair = frozenset(side for known in sides if known is not None for side in known)
-        signs = STARTS.get(name, (1, -1))
+        signs = STARTS.get(op, (1, -1))
         starts = sum(sign * c.starts for sign, c in zip(signs, counting, strict=True) if c is not None)
-        if name in COMPARISONS or name == "abs":
+        if op in COMPARISONS or op is o.abs:
             if starts:
                 return None
             if isinstance(value, Either):
@@ -104,7 +104,9 @@ class DocumentPositions:
 def positions_of(eqn: Eqn, producers: dict[Var, Eqn]) -> Var | None:
     """The p of  cumsum(ne(sub(p[1:], p[:-1]), 1)),  whatever is put before its first."""
     dim = eqn.params["dim"]
-    breaks = _producer(eqn.inputs[0], producers, "cast")
+    breaks = _producer(eqn.inputs[0], producers)
+    if breaks is not None and breaks.op is o.cast:
+        breaks = _producer(breaks.inputs[0], producers)
     if breaks is None or breaks.op is not o.ne or 1 not in breaks.inputs:
         return None
     step = _producer(next(x for x in breaks.inputs if x != 1), producers)
@@ -125,11 +127,8 @@ def positions_of(eqn: Eqn, producers: dict[Var, Eqn]) -> Var | None:
     return p if p.shape == eqn.outputs[0].shape else None
 
 
-def _producer(x: Atom, producers: dict[Var, Eqn], *through: str) -> Eqn | None:
-    eqn = producers.get(x) if isinstance(x, Var) else None
-    while eqn is not None and eqn.op.name in through and isinstance(eqn.inputs[0], Var):
-        eqn = producers.get(eqn.inputs[0])
-    return eqn
+def _producer(x: Atom, producers: dict[Var, Eqn]) -> Eqn | None:
+    return producers.get(x) if isinstance(x, Var) else None
 
 
 def moved_pair(pair: Pair, change: Change, new: Shape) -> Pair | None:
