@@ -45,6 +45,7 @@ from mycel.train.config import Config, anchored, dump, load
 from mycel.train.expert_load import PICTURE
 from mycel.train.finish import CURVE, MODEL, finish
 from mycel.train.metrics import FILE, Metrics
+from mycel.train.outlook import Outlook, outlook
 from mycel.train.progress import Progress, duration, number, size
 from mycel.train.ranks import Team, team
 from mycel.train.schedule import learning_rate
@@ -106,6 +107,7 @@ class Run:
         self.progress, self.signals = progress, signals
         self.team = Team(Mesh())
         self.folder: Path | None = None  # locked by rank 0, once this is set
+        self.outlook: Outlook | None = None  # what is said of a step before the first
 
     def run(self, held: ExitStack) -> int:
         """All of it; what is entered into `held` is left at the end, however that comes."""
@@ -125,7 +127,7 @@ class Run:
         if not self.dry_run and self.folder is None:
             self.folder = self._claimed(held, lambda: _new_folder(self.config, self.started_from, self.overwrite))
         where = self.folder or self.resume or _folder_name(self.config, self.started_from)
-        self.progress.summary(summary.rows(parts, loaded.step if loaded else 0, where), "what will run")
+        self.progress.summary(summary.rows(parts, self.outlook, loaded.step if loaded else 0, where), "what will run")
         for note in summary.notes(parts):
             self._note(note)
         if self.folder is None:
@@ -199,6 +201,7 @@ class Run:
                 self.team.processes.agree({"the data": parts.data.fingerprint, "the model": str(parts.outline)})
             waiting.say("preparing the step")
             _prepare(parts)
+            self.outlook = outlook(parts)
             if earlier is not None:
                 with parts.opened():
                     loaded, notes = earlier(parts)
@@ -255,7 +258,7 @@ class Run:
             _refuse_not_finite(parts, folder / CHECKPOINTS, hint)
         with parts.opened():
             complete = finish(parts, folder, self.progress)
-        measured = _measured(parts, steps)
+        measured = _measured(parts, self.outlook, steps)
         if measured is not None and self.team.rank == 0:
             _write(folder / LEDGER, json.dumps(asdict(measured), indent=1) + "\n")
             write_down(measured)
@@ -312,14 +315,14 @@ class Run:
         return f"interrupted; {last.name} is safe\n  at        {last.parent}\n  try       {again}"
 
 
-def _measured(parts: Assembly, steps: Steps) -> Measured | None:
+def _measured(parts: Assembly, said: Outlook | None, steps: Steps) -> Measured | None:
     """What a step took, and what the clock said of it; None where too few were taken to tell."""
     plan, pace_s = parts.step.plan, steps.clock.pace_s
-    if plan.predicted is None or not pace_s or not plan.predicted.seconds:
+    if said is None or not pace_s or not said.predicted.seconds:
         return None
     hardware, what = hardware_of(parts.device), f"{type(parts.module).__name__}, {parts.team}"
     peak = devices.memory_peak(parts.device)
-    return Measured(hardware.name, parts.team.mesh.world, plan.predicted.seconds, pace_s, plan.peak, peak, what)
+    return Measured(hardware.name, parts.team.mesh.world, said.predicted.seconds, pace_s, plan.peak, peak, what)
 
 
 def _prepare(parts: Assembly) -> None:
