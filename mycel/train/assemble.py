@@ -219,7 +219,7 @@ def tokenizer_of(config: settings.Config) -> Tokenizer | None:
     if folder and not (folder / "config.json").is_file():
         raise TrainError(
             f"no model in {folder}: it has no config.json\n  at        model.path\n"
-            "  try       a folder in Hugging Face form, or leave model.path out"
+            f"  try       {models.folder_hint(folder)}, or leave model.path out"
         )
     return load_tokenizer(folder) if folder and any((folder / name).is_file() for name in VOCABULARIES) else None
 
