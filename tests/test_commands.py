@@ -306,3 +306,20 @@ def test_responses_are_written_as_they_come(folder, tmp_path, monkeypatch):
     monkeypatch.setattr("mycel.train.generate.stream", interrupted)
     mycel("generate", folder, "--file", prompts, "--out", prompts, "--tokens", 5)
     assert [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()] == ["def "]
+
+
+def test_a_model_that_is_broken_says_where(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "model")
+    model = hf.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = math.nan
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("some text")
+    for command in (
+        ("evaluate", tmp_path / "model", "--data", tmp_path / "text.txt"),
+        ("generate", tmp_path / "model", "--prompt", "a"),
+    ):
+        refused = mycel(*command)
+        assert refused.exit_code == 1 and "down_proj.weight is not finite: 1 of its 384 numbers" in refused.stderr, (
+            refused.output
+        )

@@ -305,7 +305,7 @@ def _check_tokens(
     if type(module).__name__.endswith("Classification") and not classifies:
         raise TrainError(
             f"{type(module).__name__} predicts classes, not tokens\n  at        model\n"
-            "  try       architectures: [a language model], or train.task=classify"
+            "  try       model.config.architectures=[a language model], or train.task=classify"
         )
     vocab = int(module.get_input_embeddings().num_embeddings)
     beyond = tokenizer.vocab - vocab if tokenizer else 0

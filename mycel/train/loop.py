@@ -27,7 +27,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from mycel.errors import CheckpointError, PlanError, TrainError
@@ -39,7 +38,7 @@ from mycel.run.folder import RunFolder, explain, refuse_strange, refuse_unwritab
 from mycel.run.rendezvous import seat
 from mycel.run.shards import read_manifest
 from mycel.train import device as devices
-from mycel.train import metrics, state, summary
+from mycel.train import metrics, models, state, summary
 from mycel.train.assemble import Assembly, assemble
 from mycel.train.config import Config, anchored, dump, load
 from mycel.train.expert_load import PICTURE
@@ -337,13 +336,10 @@ def _prepare(parts: Assembly) -> None:
 def _refuse_not_finite(parts: Assembly, where: Path | None, hint: str = "weights from before they broke") -> None:
     """Weights that are no numbers make every step one that is skipped: they are named before the first, and exported
     never."""
-    for name, p in parts.module.named_parameters():
-        bad = int((~torch.isfinite(p.detach())).sum()) if p.is_floating_point() else 0
-        if bad:
-            what = f"{name} is not finite: {bad:,} of its {p.numel():,} numbers are infinite or NaN"
-            raise TrainError(
-                f"{what}\n  at        {where or 'the fresh model'}\n  try       {hint}: no step can be taken with these"
-            )
+    if what := models.not_finite(parts.module):
+        raise TrainError(
+            f"{what}\n  at        {where or 'the fresh model'}\n  try       {hint}: no step can be taken with these"
+        )
 
 
 def _last_step(folder: Path) -> int:

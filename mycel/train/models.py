@@ -141,6 +141,15 @@ def _from_folder(path: Path) -> Any:
     return settings
 
 
+def not_finite(module: nn.Module) -> str:
+    """The first parameter that holds an infinity or a NaN, in words; nothing if none does."""
+    for name, p in module.named_parameters():
+        bad = int((~torch.isfinite(p.detach())).sum()) if p.is_floating_point() else 0
+        if bad:
+            return f"{name} is not finite: {bad:,} of its {p.numel():,} numbers are infinite or NaN"
+    return ""
+
+
 def folder_hint(path: Path) -> str:
     """What to give instead of a folder that holds no model: of a run, what it exported."""
     return str(path / "model") if (path / "config.yaml").is_file() else "a folder in Hugging Face form"

@@ -62,9 +62,15 @@ def run_around(where: Path) -> Path | None:
 
 
 def trained(where: Path, last: bool = False, device: str | torch.device = "cpu") -> TrainedModel:
-    """The model of a run or a folder, on a device; of a run the best checkpoint, or the `last`."""
-    if is_run(where):
-        return _of_run(where, last, torch.device(device))
+    """The model of a run or a folder, on a device; of a run the best checkpoint, or the `last`.  TrainError if its
+    weights are broken."""
+    model = _of_run(where, last, torch.device(device)) if is_run(where) else _of_folder(where, device)
+    if what := models.not_finite(model.module):
+        raise TrainError(f"{what}\n  at        {model.source}\n  try       weights from before they broke")
+    return model
+
+
+def _of_folder(where: Path, device: str | torch.device) -> TrainedModel:
     if not where.is_dir():
         hint = "a folder of `mycel train`, or a model's own"
         raise TrainError(f"no such run or model folder: {where}\n  try       {hint}")
