@@ -402,13 +402,14 @@ def _probe(device: str, out: str | None) -> int:
 
     from mycel.plan import probe_path
     from mycel.run.probe import probe
+    from mycel.train.device import choose
 
     first = os.environ.get("RANK", "0") == "0"
     try:
         path = Path(out).expanduser() if out else probe_path()
         if path is None:
             raise PlanError("MYCEL_PROBE is set to no file\n  at        the environment\n  try       --out FILE")
-        _refuse_device(device)
+        choose(device, "--device")
         _refuse_unwritable(path) if first else None
         measured = probe(device, lambda what: typer.echo(f"  {what}", err=True) if first else None)
     except MycelError as e:
@@ -429,16 +430,6 @@ def _refuse_unwritable(path: Path) -> None:
         raise PlanError(
             f"cannot write what is measured: {e.strerror}\n  at        {path}\n  try       --out ANOTHER"
         ) from None
-
-
-def _refuse_device(name: str) -> None:
-    """One that is not there, before anything is measured."""
-    from mycel.train.device import choose
-
-    try:
-        choose(name)
-    except TrainError as e:
-        raise TrainError(str(e).replace("train.device", "--device").replace("device: auto", "--device auto")) from None
 
 
 def _check_ranks(config: Config, nproc: int | None, nnodes: int, node_rank: int, rendezvous: str | None) -> None:

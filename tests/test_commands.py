@@ -323,3 +323,18 @@ def test_a_model_that_is_broken_says_where(folder, tmp_path):
         assert refused.exit_code == 1 and "down_proj.weight is not finite: 1 of its 384 numbers" in refused.stderr, (
             refused.output
         )
+
+
+def test_a_device_that_is_not_there_is_called_as_it_was_asked_for(folder):
+    refused = mycel("generate", folder, "--prompt", "a", "--device", "mars")
+    assert refused.exit_code == 1 and "at        --device" in refused.stderr, refused.output
+    refused = mycel("evaluate", folder, "--data", "x.txt", "--device", "mars")
+    assert refused.exit_code == 1 and "at        --device" in refused.stderr, refused.output
+
+
+def test_a_function_that_fails_is_named_with_its_line(tmp_path, monkeypatch):
+    (tmp_path / "failing.py").write_text("def f():\n    raise ValueError('no such size')\n")
+    monkeypatch.chdir(tmp_path)
+    refused = mycel("plan", "failing:f")
+    assert refused.exit_code == 2 and not isinstance(refused.exception, ValueError), refused.output
+    assert "failing:f raised ValueError: no such size\n  at        failing.py:2" in refused.stderr

@@ -33,7 +33,7 @@ def evaluate(
     where: Path, data: Sequence[str], say: Say, *, last: bool, length: int | None, device: str, as_json: bool
 ) -> str:
     """The score of a model on data, in words or as JSON."""
-    given = trained(where, last, devices.choose(device))
+    given = trained(where, last, devices.choose(device, "--device"))
     say(given.source)
     choices = [Path(name) for name in data if score.has_choices(Path(name))]
     if choices and len(choices) < len(data):
@@ -108,7 +108,7 @@ def generate(
         raise TrainError("one prompt, or a file of them\n  try       --prompt TEXT, or --file PROMPTS.jsonl")
     if out is not None:
         _refuse_out(out, file)
-    given = trained(where, last, devices.choose(device))
+    given = trained(where, last, devices.choose(device, "--device"))
     tokenizer = given.needs_tokenizer()
     say(given.source)
     ends = generating.ends_of(given.module, tokenizer)
