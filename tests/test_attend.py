@@ -175,3 +175,32 @@ def test_small_scores_stay():
     args = [x[..., :4, :] for x in operands()[:3]]
     plain = lambda q, k, v: softmax(q @ k.mT, dim=-1) @ v
     assert structure(mycel.jit(plain).program(*args)) == ""
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("low", [-1e4, -1e9, -math.inf, None], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_rows_that_see_nothing_but_low_numbers(dtype, low, compiled):
+    """Padding on the left: such rows look at everything, and their lse has no digits left for weights."""
+    n = 256
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, n, 8, dtype=dtype) for _ in range(3))
+    keep = torch.ones(2, n, dtype=torch.bool)
+    keep[1, :5] = low == -math.inf  # nothing at all would be NaN in torch
+    lowest = torch.finfo(dtype).min if low is None else low
+
+    def loss(q, k, v):
+        seen = torch.ones(n, n, dtype=torch.bool).tril() & keep[:, None, None, :]
+        mask = torch.full((2, 1, n, n), lowest, dtype=dtype).masked_fill(seen, 0.0)
+        weights = (q @ k.transpose(-1, -2) / math.sqrt(8) + mask).softmax(-1)
+        return ((weights @ v) * torch.arange(8, dtype=dtype)).sin().sum()
+
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    want = loss(*leaves)
+    grads = torch.autograd.grad(want, leaves)
+    both = mycel.value_and_grad(loss, argnums=(0, 1, 2))
+    value, ours = (mycel.jit(both) if compiled else both)(q, k, v)
+    close = {"rtol": 1e-4, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 1e-8, "atol": 1e-9}
+    assert torch.allclose(value, want, **close)
+    for mine, theirs in zip(ours, grads, strict=True):
+        assert torch.allclose(mine, theirs, **close)

@@ -6,14 +6,21 @@ import pytest
 import torch
 
 from mycel.ops import codec_kernels, native_codecs, o
-from mycel.ops.codec_kernels import EIGHT_BITS, EIGHT_BITS_SCALE, blocks_of, codec_of, in_eight_bits
+from mycel.ops.codec_kernels import (
+    EIGHT_BITS,
+    EIGHT_BITS_SCALE,
+    averaged_in_eight_bits,
+    blocks_of,
+    codec_of,
+    in_eight_bits,
+)
 from mycel.ops.codecs import Compression
 
 NAMES = [
     "fp32", "bf16", "fp16", "fp8", "int8", "int8(block=64)", "int4", "int4(block=32)", "sign", "topk(0.05)",
     "randomk(0.1)", "bf16+stochastic", "int8+stochastic", "int4+stochastic", "randomk(0.1)+stochastic",
 ]  # fmt: skip
-IN_C = ("int8", "int4")
+IN_C = ("int8", "int4", "bf16", "fp16", "fp8", "sign", "topk")
 CASES = [(name, "torch") for name in NAMES] + [(name, "C") for name in NAMES if name.startswith(IN_C)]
 CHANCE = [(name, by) for name, by in CASES if codec_of(name).stochastic]
 every_codec = pytest.mark.parametrize("name, kernels", CASES, indirect=["kernels"])
@@ -50,8 +57,8 @@ def decoded(code, name, shape=(N,), key=KEY, row=ROW):
 def kernels(request, monkeypatch):
     """By way of C, where there is a compiler, or without."""
     if request.param == "torch":
-        monkeypatch.setattr(codec_kernels, "native", lambda: None)
-    elif native_codecs.native() is None:
+        monkeypatch.setattr(codec_kernels, "native", lambda name: None)
+    elif native_codecs.native("int8") is None:
         pytest.skip("no C compiler here")
     return request.param
 
@@ -103,13 +110,13 @@ def test_what_is_left_over_is_smaller_than_what_was_given(name):
 @pytest.mark.parametrize("kind", [*hostile(), "nan"])
 @pytest.mark.parametrize("fed_back", [False, True])
 def test_c_and_torch_make_the_same_bytes(monkeypatch, name, kind, fed_back):
-    if native_codecs.native() is None:
+    if native_codecs.native("int8") is None:
         pytest.skip("no C compiler here")
     x = hostile().get(kind, torch.full((N,), torch.nan))
     e = torch.randn(N) * x.abs().clamp(max=1.0).nan_to_num() if fed_back else None
     by_c = encoded(x, name, e=e)
     sums_c = o.decode_sum(by_c[0], None, codec=name, row=ROW, shape=(ROW,))
-    monkeypatch.setattr(codec_kernels, "native", lambda: None)
+    monkeypatch.setattr(codec_kernels, "native", lambda name: None)
     by_torch = encoded(x, name, e=e)
     assert torch.equal(by_c[0], by_torch[0])
     assert torch.equal(by_c[1], by_torch[1]) or kind == "nan"
@@ -202,3 +209,15 @@ def test_a_compression_is_its_text(text):
 def test_refusals_say_what_is_wrong(text, why):
     with pytest.raises(ValueError, match=why):
         Compression.parse(text)
+
+
+@pytest.mark.parametrize("kind", [*hostile(), "nan"])
+def test_errors_are_averaged_to_the_same_8_bits_in_c(monkeypatch, kind):
+    if native_codecs.native("fp8") is None:
+        pytest.skip("no C compiler here")
+    e, lost = hostile()["plain"], hostile().get(kind, torch.full((N,), torch.nan))
+    by_c = averaged_in_eight_bits(e, lost, KEY, 0.3)
+    monkeypatch.setattr(codec_kernels, "native", lambda name: None)
+    by_torch = averaged_in_eight_bits(e, lost, KEY, 0.3)
+    assert by_c.dtype == by_torch.dtype == EIGHT_BITS
+    assert torch.equal(by_c.view(torch.uint8), by_torch.view(torch.uint8))

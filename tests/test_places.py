@@ -5,6 +5,7 @@ processes: `test_pipeline.py`.)"""
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -19,7 +20,7 @@ from torch import nn
 
 import mycel
 from mycel.errors import PlanError, RunError
-from mycel.ir import Mesh, Program
+from mycel.ir import Mesh, Program, walk
 from mycel.lower import Lowered
 from mycel.parts import ShardedModel
 from mycel.plan import CPU, KINDS, Plan
@@ -169,7 +170,7 @@ def t5() -> tuple[nn.Module, dict]:
     ("made", "place", "stages"),
     [
         (clip, {"vision_model": [0], "visual_projection": [0], "*": [1, 2]}, (0, 1, 1)),
-        (t5, {"encoder": [0, 1], "*": [2]}, None),
+        (t5, {"encoder": [0, 1], "*": [2]}, (1, 0, 1)),
     ],
     ids=["clip", "t5"],
 )
@@ -178,9 +179,11 @@ def test_models_of_two_parts(made, place, stages):
     torch.manual_seed(0)
     model, batch = made()
     plan = Plan.read({"place": place, "batch": ["dp"]})
-    schedule = placed_equals(one_of(model.eval(), batch, plan), plan).pipeline.schedule
-    assert stages is None or schedule.place == stages
-    assert set(schedule.place) == {0, 1}
+    pipeline = placed_equals(one_of(model.eval(), batch, plan), plan).pipeline
+    assert pipeline.schedule.place == stages
+    for program in pipeline.programs:  # each place has the gradients of its own attention
+        counts = Counter(eqn.op.name for _, eqn in walk(program))
+        assert counts["attention"] == counts["attention_grad"] > 0
 
 
 @pytest.fixture(scope="module")

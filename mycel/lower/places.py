@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from mycel.ir import Atom, Eqn, Layout, Params, Program, Type, Var, check, prune
+from mycel.ir import Atom, Eqn, Layout, Params, Program, Type, Var, check, prune, substitute
 from mycel.lower.distribute import Distributed
 from mycel.lower.stage_blocks import StageParts
 from mycel.lower.stage_entry import PipelineEntry, PipelineLoop
@@ -27,7 +27,7 @@ from mycel.plan.across import Placed, transfers
 from mycel.plan.list_schedules import of_places
 from mycel.plan.places import PLACE_AXIS, Place, PlacedStages, placed_stages
 from mycel.plan.schedule import BACKWARD, FORWARD, StageCosts, StepGraph, read_orders
-from mycel.plan.stages import StepFlow, refuse_shared_state
+from mycel.plan.stages import StageMap, StepFlow, refuse_shared_state
 from mycel.transform.dce import dce
 
 ACROSS = (o.begin_send_across, o.finish_send_across, o.begin_receive_across, o.finish_receive_across)
@@ -44,6 +44,7 @@ def in_places(
 ) -> Pipeline:
     """The global program of each place, of a step with `plain_sums`; `costs` are those of its stages, where they are
     known, `orders` those of a schedule that was searched before."""
+    program = _sent_once(_placed(program, body, places).stages)
     placed = _placed(program, body, places)
     stages = apart(placed.stages, lambda changed: _placed(changed, body, places).stages)
     parts = StageParts(stages, splits=False)
@@ -62,6 +63,31 @@ def _placed(program: Program, body: str, places: Sequence[Place]) -> PlacedStage
     placed = placed_stages(StepFlow(program, body), places)
     refuse_shared_state(placed.stages)
     return placed
+
+
+def _sent_once(stages: StageMap) -> Program:
+    """What forward sends to another stage is not computed again from what that does not have.
+
+    forward    q = permute(r)                 in stage 0, which sends it to stage 2
+    backward   q1 = permute(r)          =>    its readers read q, where forward read it
+    """
+    flow = stages.flow
+    sent = {v for v, where in stages.have.items() if len(where) > 1}
+    forward: dict[object, tuple[Var, ...]] = {}
+    same: dict[Var, Atom] = {}
+    again: dict[Var, Atom] = {}
+    for i, eqn in enumerate(flow.block.eqns):
+        twin = substitute(eqn, same)
+        key = twin.op, twin.inputs, twin.params
+        if i not in flow.backward:
+            forward.setdefault(key, eqn.outputs)
+        elif key in forward and not eqn.op.effect:
+            same.update(zip(eqn.outputs, forward[key], strict=True))
+            again.update((v, own) for v, own in zip(eqn.outputs, forward[key], strict=True) if own in sent)
+    if not again:
+        return flow.program
+    body = replace(flow.block, eqns=tuple(substitute(eqn, again) for eqn in flow.block.eqns))
+    return check(dce(replace(flow.program, blocks={**flow.program.blocks, flow.body.name: body})))
 
 
 def graph_of(parts: StageParts) -> StepGraph:

@@ -27,6 +27,7 @@ import torch
 
 from mycel.ir import SplitRule, is_float, op
 from mycel.ops.attention_kernels import (
+    FAR,
     added_mask_grad,
     document_attention,
     document_attention_grad,
@@ -226,10 +227,14 @@ def masked_in_operators(s, mask, causal, window=None, rows=None, columns=None):
 
 
 def weights_in_operators(s, lse, mask, window=None, rows=None):
-    """exp(s - lse); a row that sees nothing has weights 0"""
+    """exp(s - lse); a row that sees nothing has weights 0, one of low numbers goes by its own sum"""
     sees = mask is None and window is None and rows is None
+    is_far = None if mask is None or mask.dtype == torch.bool else o.logical_and(o.lt(lse, FAR), o.gt(lse, -math.inf))
     lse = lse if sees else o.where(o.eq(lse, -math.inf), 0.0, lse)
-    return o.exp(o.sub(s, o.reshape(lse, shape=(*lse.shape, 1))))
+    p = o.exp(o.sub(s, o.reshape(lse, shape=(*lse.shape, 1))))
+    if is_far is None:
+        return p
+    return o.div(p, o.where(o.reshape(is_far, shape=(*lse.shape, 1)), o.sum(p, dims=(3,), keepdim=True), 1.0))
 
 
 def _dropped(p, draws, dropout):

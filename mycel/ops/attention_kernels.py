@@ -23,6 +23,7 @@ FEWEST_ROWS = 64  # of a block
 # Tiled kernels take documents on GPUs; else these are a mask there.  They equal plain products in Triton's interpreter
 # (tests/test_tiled_documents.py) and compile for an H200, on which they have not been run.
 TILED_DOCUMENTS = False
+FAR = -1e3  # below this lse has lost digits that weights need: where a mask adds a low number to a whole row
 
 
 def _route(q, k, v, mask, causal, changed=False):
@@ -117,10 +118,27 @@ def _dropped(p, draws, dropout):
     return p * keeps(draws, p.shape[3], dropout) * (1.0 / (1.0 - dropout) if dropout < 1 else 0.0)
 
 
+def _weights(s, lse, mask):
+    """exp(s - lse); rows of low numbers, which lse tells too coarsely, by their own sum"""
+    p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(3))
+    if mask is None or mask.dtype == torch.bool:
+        return p
+    return p / torch.where(_is_far(lse).unsqueeze(3), p.sum(3, keepdim=True), 1.0)
+
+
+def _is_far(lse):
+    return (lse < FAR) & (lse > -math.inf)
+
+
+def _has_far_rows(lse, mask):
+    """Are there rows of low numbers, of which torch's fused kernels have wrong gradients?  Looked for on CPUs alone."""
+    return lse.device.type == "cpu" and mask is not None and mask.dtype != torch.bool and bool(_is_far(lse).any())
+
+
 def _plain_attention(q, k, v, mask, causal, scale, cap, draws, dropout):
     s, _ = _wide_scores(q, k, mask, causal, scale, cap)
     lse = torch.logsumexp(s, 3)
-    p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(3))
+    p = _weights(s, lse, mask)
     return torch.matmul(_dropped(p, draws, dropout), _repeat(v, q.shape[1]).to(s.dtype)).to(q.dtype), lse
 
 
@@ -171,7 +189,7 @@ def _tiled_grad(g, q, k, v, mask, y, lse, draws, numbers, rows=None, columns=Non
 def _plain_grad(g, q, k, v, mask, y, lse, causal, scale, cap, draws, dropout):
     """(p, cotangents of masked scores, and of those before they were capped) from scores computed anew"""
     s, slope = _wide_scores(q, k, mask, causal, scale, cap)
-    p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0).unsqueeze(3))
+    p = _weights(s, lse, mask)
     g = g.to(s.dtype)
     dp = torch.matmul(g, _repeat(v, q.shape[1]).to(s.dtype).transpose(2, 3))
     ds = p * (_dropped(dp, draws, dropout) - (g * y).sum(3, keepdim=True))
@@ -184,7 +202,7 @@ def masked_attention_grad(g, q, k, v, mask, y, lse, causal, scale, cap=None, dra
     if route == "tiled":
         numbers = _tiled_structure(q, k, scale, cap, dropout, causal, None)
         return _tiled_grad(g, q, k, v, mask, y, lse, draws, numbers)
-    if route == "plain":
+    if route == "plain" or _has_far_rows(lse, mask):
         p, _, ds = _plain_grad(g, q, k, v, mask, y, lse, causal, scale, cap, draws, dropout)
         factor = q.shape[3] ** -0.5 if scale is None else scale
         dq = torch.matmul(ds, _repeat(k, q.shape[1]).to(p.dtype)) * factor

@@ -12,9 +12,9 @@
 bf16 round up or down by chance, randomk makes up for what it leaves out.  Of a block with a number that is not finite
 something decodes to one that is not: whoever checks the sum finds out.
 
-Rows are encoded apart, each to the same number of bytes: row i is what goes to rank i.  On the CPU int8 and int4 run in
-C where there is a compiler (`native_codecs.py`), on a GPU int8, int4, fp8 and sign in Triton (`triton_codecs.py`), to
-the same bytes as in torch.
+Rows are encoded apart, each to the same number of bytes: row i is what goes to rank i.  On the CPU all but fp32 and
+randomk run in C where there is a compiler (`native_codecs.py`), on a GPU int8, int4, fp8 and sign in Triton
+(`triton_codecs.py`), to the same bytes as in torch.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def encode_rows(x, e, key, codec: Codec, rows: int, row: int, left: bool, over: 
     shaped; `over`: nobody reads x any more, and that may be written over it."""
     wide = x if x.dtype in (torch.float32, torch.float64) else x.float()
     v = wide if e is None else None
-    run = native() if codec.name in LEVELS and x.is_cpu and wide.dtype == torch.float32 else None
+    run = native(codec.name) if x.is_cpu and wide.dtype == torch.float32 else None
     if run is not None:
         return run.encode(wide, e, seed_of(key) if codec.stochastic else 0, codec, rows, row, left, over)
     kernels = on_gpu(codec, x.device) if wide.dtype == torch.float32 else None
@@ -164,7 +164,7 @@ def encode_rows(x, e, key, codec: Codec, rows: int, row: int, left: bool, over: 
 def decode_rows(code, key, codec: Codec, shape, row: int, added: bool):
     """u8[rows, size] -> f32[shape]: the rows one behind the other, or added up."""
     rows, n = code.shape[0], math.prod(shape)
-    run = native() if codec.name in LEVELS and code.is_cpu else None
+    run = native(codec.name) if code.is_cpu else None
     if run is not None:
         return run.decode(code, codec, n, row, added).view(shape)
     kernels = on_gpu(codec, code.device)
@@ -221,11 +221,15 @@ def noise_of(key, blocks, period: int, width: int):
 
 
 def averaged_in_eight_bits(e, lost, key, share: float):
-    """e (1 - share) + lost share, `in_eight_bits`; on a GPU in one pass."""
-    kernels = on_gpu(codec_of("int8"), e.device) if e.dtype == lost.dtype == torch.float32 else None
+    """e (1 - share) + lost share, `in_eight_bits`; in C and on a GPU in one pass."""
+    is_wide, most = e.dtype == lost.dtype == torch.float32, torch.finfo(EIGHT_BITS).max
+    run = native("fp8") if is_wide and e.is_cpu and e.shape == lost.shape else None
+    if run is not None:
+        return run.averaged(e, lost, seed_of(key), share, EIGHT_BITS_SCALE, most, EIGHT_BITS)
+    kernels = on_gpu(codec_of("int8"), e.device) if is_wide else None
     if kernels is None:
         return in_eight_bits(e * (1 - share) + lost * share, key)
-    return kernels.averaged(e, lost, key, share, EIGHT_BITS_SCALE, torch.finfo(EIGHT_BITS).max, EIGHT_BITS)
+    return kernels.averaged(e, lost, key, share, EIGHT_BITS_SCALE, most, EIGHT_BITS)
 
 
 def in_eight_bits(x, key):
@@ -258,14 +262,22 @@ FORMS["fp32"] = CodecForm(
 )
 
 
+NAN_IN_BF16 = 0x7FC0  # devices have others
+
+
+def in_bf16(x, more=None):
+    """The nearest, or `more` (below the last bit that is kept) added and cut off; finite numbers stay finite."""
+    cut = torch.where(torch.isfinite(x), x.clamp(-LARGEST, LARGEST), x)
+    if more is None:
+        bits = cut.to(torch.bfloat16).view(torch.int16)
+    else:
+        bits = torch.where(torch.isfinite(x), cut.view(torch.int32) + more, cut.view(torch.int32))
+        bits = (bits >> 16).to(torch.int16)
+    return as_bytes(torch.where(torch.isnan(x), NAN_IN_BF16, bits).to(torch.int16))
+
+
 def bf16_encode(codec, x, noise):
-    """Finite numbers stay finite."""
-    x = torch.where(torch.isfinite(x), x.clamp(-LARGEST, LARGEST), x)
-    if not codec.stochastic:
-        return as_bytes(x.to(torch.bfloat16))
-    more = (noise(codec.block) * 2.0**16).to(torch.int32)  # below the last bit that is kept
-    bits = torch.where(torch.isfinite(x), x.view(torch.int32) + more, x.view(torch.int32))
-    return as_bytes((bits >> 16).to(torch.int16))
+    return in_bf16(x, (noise(codec.block) * 2.0**16).to(torch.int32) if codec.stochastic else None)
 
 
 def bf16_decode(codec, code, noise):
@@ -395,11 +407,9 @@ FORMS["sign"] = CodecForm(
 
 
 def topk_encode(codec, x, noise):
-    """Places in 16 bits, values in bf16."""
-    at = x.abs().topk(codec.kept, 1).indices
-    values = x.gather(1, at)
-    values = torch.where(torch.isfinite(values), values.clamp(-LARGEST, LARGEST), values)
-    return torch.cat([as_bytes(at.to(torch.int16)), as_bytes(values.to(torch.bfloat16))], 1)
+    """Places in 16 bits, values in bf16; of equal ones the first."""
+    at = x.abs().sort(dim=1, descending=True, stable=True).indices[:, : codec.kept]
+    return torch.cat([as_bytes(at.to(torch.int16)), in_bf16(x.gather(1, at))], 1)
 
 
 def topk_decode(codec, code, noise):
