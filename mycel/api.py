@@ -111,11 +111,13 @@ class Jit:
         """The call with a cache that no program takes; said once, unless it is the call that makes a static one."""
         if type(cache).__name__ != "StaticCache" and not self._told:
             self._told = True
-            warnings.warn(
-                f"a {type(cache).__name__} grows at every call: what is given one runs as it is\n"
-                '  try       mycel.jit(model).generate(…), or cache_implementation="static"',
-                stacklevel=4,
-            )
+            name = type(cache).__name__
+            what = f"a {name} grows at every call: what is given one runs as it is"
+            hint = 'mycel.jit(model).generate(…), or cache_implementation="static"'
+            if name == "EncoderDecoderCache":
+                what = f"an {name} is no input of a program: what is given one runs as it is"
+                hint = "mycel.jit of the encoder, or of the loss; text is written as without jit"
+            warnings.warn(f"{what}\n  try       {hint}", stacklevel=4)
         rows = max((_rows(x) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), default=0)
         with wide_calls(getattr(self.fn, "__self__", self.fn), rows):
             return self.fn(*args, **kwargs)

@@ -331,7 +331,10 @@ def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="A run of mycel train.")],
     to: Annotated[str, typer.Option("--to", metavar="hf|safetensors|onnx|program", help="In which form.")] = "hf",
     out: Annotated[
-        str | None, typer.Option("--out", metavar="FOLDER", help="Where to; RUN/exported if it is not said.")
+        str | None,
+        typer.Option(
+            "--out", metavar="FOLDER", help="Where to; RUN/exported, or RUN/exported-FORM, if it is not said."
+        ),
     ] = None,
     last: Last = False,
 ) -> None:
@@ -399,31 +402,34 @@ def _probe(device: str, out: str | None) -> int:
 
     from mycel.plan import probe_path
     from mycel.run.probe import probe
+    from mycel.train.device import choose
 
     first = os.environ.get("RANK", "0") == "0"
     try:
         path = Path(out).expanduser() if out else probe_path()
         if path is None:
             raise PlanError("MYCEL_PROBE is set to no file\n  at        the environment\n  try       --out FILE")
-        _refuse_device(device)
+        choose(device, "--device")
+        _refuse_unwritable(path) if first else None
         measured = probe(device, lambda what: typer.echo(f"  {what}", err=True) if first else None)
     except MycelError as e:
         _fail(e, FAILED)
     if first:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(yaml.safe_dump(measured, sort_keys=False, default_flow_style=None, width=110))
-        typer.echo(f"measured {measured['device']} in {measured['processes']} process(es): {path}")
+        ranks = f" in {measured['processes']} processes" if measured["processes"] > 1 else ""
+        typer.echo(f"measured {measured['device']}{ranks}: {path}")
     return 0
 
 
-def _refuse_device(name: str) -> None:
-    """One that is not there, before anything is measured."""
-    from mycel.train.device import choose
-
+def _refuse_unwritable(path: Path) -> None:
+    """A file that cannot be written, before anything is measured; its folder is made."""
     try:
-        choose(name)
-    except TrainError as e:
-        raise TrainError(str(e).replace("train.device", "--device").replace("device: auto", "--device auto")) from None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+    except OSError as e:
+        raise PlanError(
+            f"cannot write what is measured: {e.strerror}\n  at        {path}\n  try       --out ANOTHER"
+        ) from None
 
 
 def _check_ranks(config: Config, nproc: int | None, nnodes: int, node_rank: int, rendezvous: str | None) -> None:
@@ -502,8 +508,10 @@ def _run_config(run: Path, file: Path | None, folder: Path | None) -> Path:
     if config.is_file():
         return config
     there = [str(each.parent) for each in sorted(run.parent.glob("*/config.yaml"))]
+    around = next((parent for parent in run.parents[:2] if (parent / "config.yaml").is_file()), None)
     hint = (
-        " or ".join(get_close_matches(str(run), there, n=3, cutoff=0.3))
+        str(around or "")
+        or " or ".join(get_close_matches(str(run), there, n=3, cutoff=0.3))
         or "the folder that the run printed when it started"
     )
     what = f"{run} is not a run: it has no config.yaml" if run.exists() else f"no run {run}"

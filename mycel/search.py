@@ -43,6 +43,7 @@ from mycel.ir import DEVICE, Layout, Mesh, Program, Role, Var, runs, unchecked, 
 from mycel.offloading import Spaces, Way
 from mycel.parts import ShardedModel, UnshardedStep
 from mycel.plan import STAGE_AXIS, Costs, Plan, Times
+from mycel.plan.clock import WORKSPACE
 from mycel.plan.cluster import Cluster
 from mycel.plan.schedule import PipelineTimes, timeline
 from mycel.plan.towers import Tower, towers
@@ -139,8 +140,10 @@ class Search:
     def _peak_parts(self, candidate: Candidate) -> dict[str, int]:
         """What the memory of a rank is full of at the peak."""
         parameters, state = map(int, self.held_parts(candidate.shape))
-        rest = max(0, candidate.peak - parameters - state)
-        return {"parameters": parameters, "optimizer_state": state, "activations_and_gradients": rest}
+        libraries = min(WORKSPACE, candidate.peak) if self.cluster.memory else 0
+        rest = max(0, candidate.peak - parameters - state - libraries)
+        kinds = {"parameters": parameters, "optimizer_state": state, "activations_and_gradients": rest}
+        return {**kinds, "buffers_of_libraries": libraries} if libraries else kinds
 
     @functools.cached_property
     def kinds(self) -> dict[str, int]:

@@ -41,7 +41,8 @@ def table(answer: Answer, top: int = 5) -> str:
             lines += [f"expected   {_ms(middle)}, {_ms(low)} to {_ms(high)}: steps took {answer.bars}"]
     lines += [f"remark     {text}" for text in answer.remarks]
     left = "" if answer.complete else "; stopped early, there may be better ones"
-    lines += [f"planning   {answer.seconds:.1f} s, {len(answer.candidates)} plans priced{left}"]
+    count = f"{len(answer.candidates)} plans" if len(answer.candidates) != 1 else "one plan"
+    lines += [f"planning   {answer.seconds:.1f} s, {count} priced{left}"]
     return "\n".join(lines)
 
 

@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -190,8 +191,6 @@ def test_a_file_of_prompts(folder, tmp_path):
 
 
 def test_a_chat_is_written_by_its_template(folder, tmp_path):
-    import shutil
-
     chatty = tmp_path / "chatty"
     shutil.copytree(folder, chatty)
     settings = json.loads((chatty / "tokenizer_config.json").read_text())
@@ -249,3 +248,93 @@ def test_messages(run, folder, tmp_path):
         texts.append("\n".join(line for line in result.stderr.splitlines() if line != str(folder)))
     golden("refusal_commands", words("\n\n".join(texts), run, tmp_path))
     golden("told_exported", words(mycel("export", run, "--out", tmp_path / "model").stderr, run))
+
+
+def test_what_lies_inside_a_run_names_the_run(run, tmp_path):
+    inside = latest(run / "checkpoints")
+    for where in (inside, run / "checkpoints"):
+        for command in (
+            ("evaluate", where, "--data", "x.txt"),
+            ("generate", where, "--prompt", "a"),
+            ("export", where),
+        ):
+            assert f"try       {run}\n" in mycel(*command).stderr + "\n", command
+        assert f"try       {run}\n" in mycel("train", "--resume", where).stderr
+    refused = mycel("train", f"model.path={run}", "--run", tmp_path / "run", "--dry-run")
+    assert f"try       {run / 'model'}, or leave" in refused.stderr, refused.output
+
+
+def test_checkpoints_that_are_damaged_or_gone_are_not_called_none(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    damaged = tmp_path / "run" / "checkpoints"
+    for file in damaged.glob("*/shard*"):
+        file.write_bytes(file.read_bytes()[:100])
+    refused = mycel("generate", tmp_path / "run", "--prompt", "a")
+    assert "no checkpoint is undamaged" in refused.stderr and "has 100 bytes" in refused.stderr, refused.output
+    shutil.rmtree(damaged)
+    refused = mycel("generate", tmp_path / "run", "--prompt", "a")
+    gone = f"try       {tmp_path / 'run' / 'model'}, which the run has exported"
+    assert "the run has no checkpoint" in refused.stderr and gone in refused.stderr, refused.output
+    shutil.rmtree(tmp_path / "run" / "model")
+    assert "--resume" in mycel("generate", tmp_path / "run", "--prompt", "a").stderr
+
+
+def test_one_form_of_export_after_the_other(run, folder):
+    """Each has a folder of its own."""
+    forms = {"safetensors": "model.safetensors", "program": "program.safetensors"}
+    for form, name in forms.items():
+        result = mycel("export", run, "--to", form)
+        assert result.exit_code == 0 and (run / f"exported-{form}" / name).is_file(), result.output
+
+
+def test_responses_are_written_as_they_come(folder, tmp_path, monkeypatch):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text('{"prompt": "def "}\n{"prompt": "' + "a" * 99 + '"}\n')
+    refused = mycel("generate", folder, "--file", prompts, "--out", out, "--tokens", 5)
+    assert refused.exit_code == 1 and "the prompt has 99 tokens" in refused.stderr and not out.exists()
+    assert f"at        {prompts}:2" in refused.stderr
+    prompts.write_text("\n\n")
+    refused = mycel("generate", folder, "--file", prompts)
+    assert refused.exit_code == 1 and "no prompt" in refused.stderr, refused.output
+    prompts.write_text('{"prompt": "def "}\n{"prompt": "if"}\n')
+
+    def interrupted(module, ids, *more):
+        if ids == [*b"if"]:
+            raise KeyboardInterrupt
+        return stream(module, ids, *more)
+
+    monkeypatch.setattr("mycel.train.generate.stream", interrupted)
+    mycel("generate", folder, "--file", prompts, "--out", prompts, "--tokens", 5)
+    assert [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()] == ["def "]
+
+
+def test_a_model_that_is_broken_says_where(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "model")
+    model = hf.AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight[0, 0] = math.nan
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("some text")
+    for command in (
+        ("evaluate", tmp_path / "model", "--data", tmp_path / "text.txt"),
+        ("generate", tmp_path / "model", "--prompt", "a"),
+    ):
+        refused = mycel(*command)
+        assert refused.exit_code == 1 and "down_proj.weight is not finite: 1 of its 384 numbers" in refused.stderr, (
+            refused.output
+        )
+
+
+def test_a_device_that_is_not_there_is_called_as_it_was_asked_for(folder):
+    refused = mycel("generate", folder, "--prompt", "a", "--device", "mars")
+    assert refused.exit_code == 1 and "at        --device" in refused.stderr, refused.output
+    refused = mycel("evaluate", folder, "--data", "x.txt", "--device", "mars")
+    assert refused.exit_code == 1 and "at        --device" in refused.stderr, refused.output
+
+
+def test_a_function_that_fails_is_named_with_its_line(tmp_path, monkeypatch):
+    (tmp_path / "failing.py").write_text("def f():\n    raise ValueError('no such size')\n")
+    monkeypatch.chdir(tmp_path)
+    refused = mycel("plan", "failing:f")
+    assert refused.exit_code == 2 and not isinstance(refused.exception, ValueError), refused.output
+    assert "failing:f raised ValueError: no such size\n  at        failing.py:2" in refused.stderr

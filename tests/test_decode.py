@@ -102,6 +102,18 @@ def test_a_cache_is_written_in_place_where_it_lies():
     assert len(fast.entries) == 1
 
 
+def test_of_an_encoder_and_a_decoder_text_is_that_of_transformers_and_it_says_how():
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
+    torch.manual_seed(0)
+    config = transformers.T5Config(**sizes, decoder_start_token_id=0, pad_token_id=0, eos_token_id=1)
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    ids = torch.tensor([[0, 5, 6], [3, 4, 5]])
+    how = {"attention_mask": (ids != 0).long(), "max_new_tokens": 5, "do_sample": False}
+    with pytest.warns(UserWarning, match="an EncoderDecoderCache is no input .*\n.* text is written as without jit"):
+        text = mycel.jit(model).generate(ids, **how)
+    assert torch.equal(text, model.generate(ids, **how))
+
+
 def test_a_growing_cache_runs_as_it_is_and_says_so():
     model = model_of("llama", **FAMILIES["llama"])
     fast, cache, token = mycel.jit(model), transformers.DynamicCache(), torch.tensor([[9]])

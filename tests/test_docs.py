@@ -102,6 +102,12 @@ def test_every_page_is_in_the_sites_index():
             assert (page.parent / link).is_file(), f"{page.name}: {link}"
 
 
+def test_files_that_pages_show_are_there():
+    """Written as the site's generator reads it: a formatter takes it for Python, and puts spaces in."""
+    shown = [line for page in DOCS.rglob("*.md") for line in page.read_text().splitlines() if re.match("-+8 ?<", line)]
+    assert shown and all((ROOT / re.fullmatch(r'--8<-- "(.+)"', line)[1]).is_file() for line in shown), shown
+
+
 def test_every_public_function_is_in_the_reference():
     listed = set(re.findall(r"^::: (\S+)", (ROOT / "docs" / "reference.md").read_text(), re.M))
     public = {f"{home}.{name}" for name, home in mycel.HOME.items() if name.islower()} | {"mycel.comm", "mycel.errors"}

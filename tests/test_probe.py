@@ -84,3 +84,11 @@ def test_processes_measure_the_links_between_them(tmp_path):
     assert {name for name, *_ in level.measured} == set(measuring.COLLECTIVES)
     assert {k for points in data["messages"].values() for k, _, _ in points} == {2, 4}
     assert device.links(Mesh(dp=2, tp=2)).levels == ("host",)
+
+
+def test_a_file_that_cannot_be_written_is_found_before_measuring(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(measuring, "probe", lambda *given: pytest.fail("it was measured"))
+    for out in (tmp_path / "file" / "probe.yaml", tmp_path):
+        done = CliRunner().invoke(app, ["probe", "--device", "cpu", "--out", str(out)])
+        assert done.exit_code == 1 and "cannot write what is measured" in done.output, done.output

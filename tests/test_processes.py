@@ -293,7 +293,7 @@ def test_a_mesh_of_another_size_is_refused(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(
-        PlanError, match=r"the mesh has 4 ranks, but 1 processes run\n  the mesh  Mesh\(dp=2, tp=2\)\n  try .*--nproc 4"
+        PlanError, match=r"has 4 ranks, but one process runs\n  the mesh  Mesh\(dp=2, tp=2\)\n  try .*--nproc 4"
     ):
         world(Mesh(dp=2, tp=2))
     monkeypatch.setenv("RANK", "0")

@@ -89,3 +89,20 @@ def test_messages(tmp_path):
             make()
         texts.append(str(refused.value).replace(str(tmp_path), "FOLDER"))
     golden("refusal_step_state", "\n\n".join(texts))
+
+
+@pytest.mark.parametrize("way", ["state dict", "folder"])
+@pytest.mark.parametrize("kinds", [("SGD", "AdamW"), ("AdamW", "SGD"), ("AdamW", "Adafactor")], ids="-".join)
+def test_state_of_another_optimiser_is_refused_where_it_is_loaded(kinds, way, tmp_path):
+    """And nothing has changed; a scheduler's options, and an optimiser whose options are the same, are none."""
+    saved, other = (both(lambda: small(""), lambda m, k=k: getattr(torch.optim, k)(trained(m), lr=0.1)) for k in kinds)
+    saved.step(**rows(0))
+    saved.step.save(tmp_path)
+    before = copy.deepcopy(other.step.state_dict())
+    load = other.step.load if way == "folder" else other.step.load_state_dict
+    with pytest.raises((CheckpointError, TrainError), match=f"another optimiser.*\n(.*\n)*.*{kinds[1]}"):
+        load(tmp_path if way == "folder" else saved.step.state_dict())
+    assert bitwise(other.step.state_dict(), before)
+    again = both(lambda: small(""), lambda m: getattr(torch.optim, kinds[0])(trained(m), lr=0.1))
+    torch.optim.lr_scheduler.ConstantLR(again.optimizer)
+    again.step.load(tmp_path)

@@ -89,7 +89,7 @@ def test_choosing_a_device(monkeypatch):
     assert device.choose("auto") == device.choose("cpu") == torch.device("cpu")
     with pytest.raises(
         TrainError,
-        match=r"(?s)'cuda' was asked for, but .*\n  at        train\.device\n  try       device: auto, or cpu",
+        match=r"(?s)'cuda' was asked for, but .*\n  at        train\.device\n  try       train\.device=auto, or cpu",
     ):
         device.choose("cuda")
     for name in ("gpu", "cuda:", "cuda:-1", "CUDA", "auto:1", ""):

@@ -15,6 +15,7 @@ from training import LLAMA, config, measured
 
 from mycel.errors import CheckpointError, MycelError, PlanError, TrainError
 from mycel.ir import Mesh
+from mycel.train import expert_load
 from mycel.train.config import Config, Parallel
 from mycel.train.config import load as load_config
 from mycel.train.loop import train
@@ -217,7 +218,10 @@ def test_a_run_is_overwritten_when_asked_and_nothing_else_is(disk, finished, tmp
     assert train(given, dry_run=True) == 0, "what would run is said, and that it would be refused"
     assert "already holds a run" in capsys.readouterr().out and len(measured(run)) > 2
     assert "--overwrite" in refused(given, CheckpointError)
-    assert train(given, overwrite=True) == 0
+    written = ("trace.json", "schedule.html", expert_load.FILE, expert_load.PICTURE)
+    for name in written:
+        (run / name).write_text("of the run that was")
+    assert train(given, overwrite=True) == 0 and not any((run / name).exists() for name in written)
     assert [r["step"] for r in measured(run)] == [1, 2] and not (run / "checkpoints" / "step-00000012").exists()
     (run / "thesis.tex").touch()
     text = refused(given, CheckpointError, overwrite=True)

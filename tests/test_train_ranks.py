@@ -231,7 +231,7 @@ def test_places_and_a_mesh_of_all_are_told(disk, tmp_path):
         PlanError, match=r"(?s)each place has a mesh of its own.*at +parallel.mesh\n +try +leave it out"
     ):
         team(Config.from_dict(tiny(disk, tmp_path, {"dp": 2}, plan)))
-    with pytest.raises(PlanError, match="the mesh has 2 ranks, but 1 processes run"):
+    with pytest.raises(PlanError, match="the mesh has 2 ranks, but one process runs"):
         team(Config.from_dict(tiny(disk, tmp_path, None, plan)))
 
 
@@ -455,7 +455,7 @@ def test_a_plan_may_bring_its_own_mesh_and_one_rank_needs_none(tmp_path):
     assert of(plan=str(tmp_path / "plan.yaml")).mesh.axes == of(plan={"mesh": {"dp": 1}}).mesh.axes == ("dp",)
     assert str(of(mesh={"dp": 1, "tp": 1})) == "1 ranks, Mesh(dp=1, tp=1); plan dp+tp"
     assert of(mesh={"tx": 1, "ty": 1}).name == "tp2d"
-    with pytest.raises(PlanError, match="the mesh has 4 ranks, but 1 processes run"):
+    with pytest.raises(PlanError, match="the mesh has 4 ranks, but one process runs"):
         of(mesh={"dp": 4})
 
 

@@ -8,7 +8,7 @@ from mycel.plan.cuts import StageCutter, block_memory, cut_blocks
 from mycel.plan.decide import decide, ladder, last_that_fits, less, of_stages
 from mycel.plan.decided import BlockLayouts, Decided, Predicted, digest
 from mycel.plan.fp8_products import Fp8Products, fp8_products, refuse_without_fp8
-from mycel.plan.hardware import CPU, Hardware, hardware_of, probe_path, probe_text, with_link
+from mycel.plan.hardware import CPU, Hardware, hardware_of, probe_path, probe_text, with_link, with_rates
 from mycel.plan.host_update import HostUpdate, host_updates, leaving_gradients
 from mycel.plan.idle_experts import refuse_idle
 from mycel.plan.known import KnownLayouts
@@ -75,5 +75,5 @@ __all__ = [
     "modules_around", "of_stages", "orders_text", "paired", "parameter_inputs", "parameter_layouts", "probe_path",
     "probe_text", "ready_plans", "refuse_idle", "refuse_without_fp8", "residuals", "searched", "solve", "splits",
     "stage_costs", "starts_of", "state_inputs", "step_names", "step_seconds", "timeline", "travels", "twins",
-    "visits", "with_link", "write_down",
+    "visits", "with_link", "with_rates", "write_down",
 ]  # fmt: skip

@@ -113,6 +113,8 @@ class Cluster:
     def __str__(self) -> str:
         hosts = f"{self.hosts} hosts of {self.devices}" if self.hosts > 1 else f"{self.devices} in one host"
         memory = f", {shown(self.memory)} each" if self.memory else ""
+        if self.world == 1:
+            return f"{self.name}: one device{memory.removesuffix(' each')}"
         return f"{self.name}: {self.world} devices, {hosts}{memory}"
 
     @staticmethod

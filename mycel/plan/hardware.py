@@ -201,14 +201,15 @@ def probed(preset: Hardware, text: str) -> Hardware:
         return preset
     try:
         data = yaml.safe_load(text)
-        return _measured(preset, data) if data["device"] == preset.name else preset
+        return with_rates(preset, data) if data["device"] == preset.name else preset
     except (yaml.YAMLError, KeyError, TypeError, ValueError, AttributeError) as e:
         raise PlanError(
             f"what the probe measured cannot be read: {e}\n  at        {probe_path()}\n  try       mycel probe"
         ) from e
 
 
-def _measured(preset: Hardware, data: Mapping[str, Any]) -> Hardware:
+def with_rates(preset: Hardware, data: Mapping[str, Any]) -> Hardware:
+    """A device with what was measured of it, as a probe file has it."""
     rates: dict[str, Curve] = {name: _curve(points) for name, points in data["rates"].items()}
     fastest = {name: max(y for _, y in curve) for name, curve in rates.items()}
     single = fastest.get("product.fp32", preset.single)

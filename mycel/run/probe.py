@@ -41,7 +41,7 @@ TURNS = 10  # of computing and a message, where ranks share cores
 CROWDED = 1.25  # times slower beside the others than alone: ranks share cores
 SIZES = {  # by device: what is small and what is large there
     "cpu": {
-        "memory": [1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24],
+        "memory": [1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 100 << 20],  # last: new pages
         "product": [16, 32, 64, 128, 256, 512, 768],
         "attention": [(2, 4, 32, 16), (2, 4, 128, 32), (4, 8, 128, 64)],
         "conv": [(2, 8, 16), (4, 32, 16), (4, 64, 28)],

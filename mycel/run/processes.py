@@ -358,9 +358,8 @@ def world(mesh: Mesh, device: str | torch.device = "auto") -> Processes:
     mine = seat()
     if mine.world != mesh.world:
         hint = f"a mesh of {mine.world}, or mycel train --nproc {mesh.world} (torchrun --nproc-per-node {mesh.world})"
-        raise PlanError(
-            f"the mesh has {mesh.world} ranks, but {mine.world} processes run\n  the mesh  {mesh}\n  try       {hint}"
-        )
+        running = f"{mine.world} processes run" if mine.world > 1 else "one process runs"
+        raise PlanError(f"the mesh has {mesh.world} ranks, but {running}\n  the mesh  {mesh}\n  try       {hint}")
     if mesh.world == 1:
         return Processes(mesh, 0, _device(device, mine))
     if is_loopback(mine.host):

@@ -28,6 +28,12 @@ from mycel.step.settings import Settings
 differentiate_with(transform.value_and_grad, transform.jvp)
 
 
+NOTHING_TRAINED = (
+    "the loss depends on no parameter of the optimizer that requires a gradient\n"
+    "  try       an optimizer over the parameters of this model: torch.optim.AdamW(model.parameters())"
+)
+
+
 def prepared(captured: Captured, settings: Settings, for_ranks: bool) -> Program:
     """The loss, simplified, in its precision, with its head."""
     program = transform.simplify(captured.program, ranks=for_ranks)
@@ -41,7 +47,7 @@ def trained(captured: Captured, optimizer: torch.optim.Optimizer) -> dict[int, s
     at = {id(places[0].read()): name for name, places in captured.state.items()}
     used = {id(p): at[id(p)] for p in optimizers.trainable(optimizer) if id(p) in at}
     if not used:
-        raise GradientError("the loss depends on no parameter of the optimizer that requires a gradient")
+        raise GradientError(NOTHING_TRAINED)
     return used
 
 
@@ -243,7 +249,7 @@ class Recipe:
             name: g for name, g in zip(names.values(), outs[results : results + len(wrt)], strict=True) if g is not None
         }
         if not reached:
-            raise GradientError("the loss depends on no parameter of the optimizer that requires a gradient")
+            raise GradientError(NOTHING_TRAINED)
         bound = {id_: name for id_, name in names.items() if name in reached}
         groups = optimizers.bind_groups(self.optimizer, bound, self.by_rule)
         ordered = [reached[name] for g in groups for name in g.group.params]

@@ -14,7 +14,7 @@ import contextlib
 import functools
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mycel.errors import CheckpointError, TrainError
+from mycel.errors import CheckpointError, MycelError, TrainError
 from mycel.ir import Layout, Mesh, Role, Type, parse_typed, typed
 from mycel.message_state import MessageState, role_of
 from mycel.parts import ShardedModel
@@ -36,6 +36,7 @@ from mycel.run.torch_checkpoint import has_torch_weights, optimizer_slots, weigh
 
 Tensors = dict[str, torch.Tensor]
 NAME = "model.safetensors"  # of weights alone
+ADDED = ("params", "initial_lr")  # what groups have besides options; the second of a scheduler
 
 
 def model_tensors(model: nn.Module, frozen: bool = True) -> Tensors:
@@ -208,11 +209,26 @@ class StepState:
                 f"the state of a step has no {missing[0]!r}: {', '.join(map(str, state)) or 'nothing'}\n"
                 "  try       what step.state_dict() gave; a model's own goes to model.load_state_dict, in step.whole()"
             )
+        self._refuse_other_optimizer(state["optimizer"].get("param_groups", ()), TrainError, "load_state_dict")
         with self.whole(loading=True):
             self.model.load_state_dict(state["model"])
         self._load_optimizer(state["optimizer"])
         self.set_counters(state["step"])
         self.messages.take({name: x.clone() for name, x in state.get("messages", {}).items()}, whole=True)
+
+    def _refuse_other_optimizer(self, groups: Iterable[Mapping[str, Any]], error: type[MycelError], at: object) -> None:
+        """Options that this optimiser has not, where some that it has are missing: another one's.  A newer version of
+        torch adds some, a scheduler too, but takes none away."""
+        for group in groups:
+            own = {name for name, value in self.optimizer.defaults.items() if _is_json(value)}
+            missing, strange = sorted(own - group.keys()), sorted(group.keys() - {*self.optimizer.defaults, *ADDED})
+            if missing and strange:
+                raise error(
+                    f"the state is of another optimiser: it has {', '.join(strange[:3])}, and no "
+                    f"{', '.join(missing[:3])}\n  this is   {type(self.optimizer).__module__}."
+                    f"{type(self.optimizer).__qualname__}\n  at        {at}\n"
+                    "  try       the optimiser it was saved with; for weights alone what step.export wrote"
+                )
 
     def _load_optimizer(self, state: dict[str, Any]) -> None:
         """The optimiser's state, whole, of which this rank keeps its part."""
@@ -389,6 +405,7 @@ class StepState:
                 f"  at        {loaded.path}\n  try       the model it was saved from"
             )
         parameters, plain = dict(self.model.named_parameters()), loaded.meta.get("optimizer", {})
+        self._refuse_other_optimizer(plain.get("groups", ()), CheckpointError, loaded.path)
         with torch.no_grad():
             for name, x in saved.items():
                 own[name].copy_(x)

@@ -219,7 +219,7 @@ def tokenizer_of(config: settings.Config) -> Tokenizer | None:
     if folder and not (folder / "config.json").is_file():
         raise TrainError(
             f"no model in {folder}: it has no config.json\n  at        model.path\n"
-            "  try       a folder in Hugging Face form, or leave model.path out"
+            f"  try       {models.folder_hint(folder)}, or leave model.path out"
         )
     return load_tokenizer(folder) if folder and any((folder / name).is_file() for name in VOCABULARIES) else None
 
@@ -305,7 +305,7 @@ def _check_tokens(
     if type(module).__name__.endswith("Classification") and not classifies:
         raise TrainError(
             f"{type(module).__name__} predicts classes, not tokens\n  at        model\n"
-            "  try       architectures: [a language model], or train.task=classify"
+            "  try       model.config.architectures=[a language model], or train.task=classify"
         )
     vocab = int(module.get_input_embeddings().num_embeddings)
     beyond = tokenizer.vocab - vocab if tokenizer else 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from mycel.train.export import export
 from mycel.train.labelled import examples
 from mycel.train.onnx_file import write_onnx
 from mycel.train.tasks import image_settings
-from mycel.train.trained import TrainedModel, is_run, trained
+from mycel.train.trained import TrainedModel, is_run, run_around, trained
 
 Say = Callable[[str], None]
 TARGETS = ("hf", "safetensors", "onnx", "program")
@@ -32,7 +33,7 @@ def evaluate(
     where: Path, data: Sequence[str], say: Say, *, last: bool, length: int | None, device: str, as_json: bool
 ) -> str:
     """The score of a model on data, in words or as JSON."""
-    given = trained(where, last, devices.choose(device))
+    given = trained(where, last, devices.choose(device, "--device"))
     say(given.source)
     choices = [Path(name) for name in data if score.has_choices(Path(name))]
     if choices and len(choices) < len(data):
@@ -107,7 +108,7 @@ def generate(
         raise TrainError("one prompt, or a file of them\n  try       --prompt TEXT, or --file PROMPTS.jsonl")
     if out is not None:
         _refuse_out(out, file)
-    given = trained(where, last, devices.choose(device))
+    given = trained(where, last, devices.choose(device, "--device"))
     tokenizer = given.needs_tokenizer()
     say(given.source)
     ends = generating.ends_of(given.module, tokenizer)
@@ -126,19 +127,27 @@ def generate(
         write("\n")
         return
     assert file is not None
-    lines = []
-    for record, _ in generating.prompts(file):
+    asked = []
+    for record, at in generating.prompts(file):  # all of them, before the first response
         ids = (
             generating.message_ids(tokenizer, record["messages"])
             if "messages" in record
             else generating.prompt_ids(tokenizer, str(record["prompt"]), chat)
         )
-        lines.append(json.dumps({**record, "response": "".join(written(ids))}, ensure_ascii=False))
-        if out is None:
-            write(lines[-1] + "\n")
+        generating.refuse_long(ids, decoder, at)
+        asked.append((record, ids))
+    if not asked:
+        raise TrainError(f"no prompt in the file\n  at        {file}\n  try       a prompt on each line")
+    with nullcontext() if out is None else out.open("w") as responses:
+        for record, ids in asked:
+            line = json.dumps({**record, "response": "".join(written(ids))}, ensure_ascii=False) + "\n"
+            if responses is None:
+                write(line)
+            else:
+                responses.write(line)
+                responses.flush()
     if out is not None:
-        out.write_text("\n".join(lines) + "\n")
-        say(f"{len(lines)} responses: {out}")
+        say(f"{len(asked)} response{'s' if len(asked) > 1 else ''}: {out}")
 
 
 def _refuse_out(out: Path, file: Path | None) -> None:
@@ -153,13 +162,14 @@ def _refuse_out(out: Path, file: Path | None) -> None:
 def export_run(run: Path, say: Say, *, last: bool, to: str, out: Path | None) -> Path:
     """A checkpoint of a run as a model of its own."""
     if not is_run(run):
-        raise TrainError(f"{run} is not a run: it has no config.yaml\n  try       the folder that the run printed")
+        hint = run_around(run) or "the folder that the run printed"
+        raise TrainError(f"{run} is not a run: it has no config.yaml\n  try       {hint}")
     if to not in TARGETS:
         raise TrainError(f"cannot export to {to!r}\n  known     {', '.join(TARGETS)}\n  try       --to hf")
     given = trained(run, last)
     say(given.source)
     assert given.config is not None
-    folder = out or run / "exported"
+    folder = out or run / ("exported" if to == "hf" else f"exported-{to}")
     adapters = given.config.model.lora
     if to == "hf":
         base = given.config.model.path

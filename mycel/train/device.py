@@ -65,8 +65,9 @@ NO_BF16 = {"V100", "V100 PCIe", "T4"}
 VARIANTS = {"ti", "super", "laptop", "mig", "grid", "d", "max", "q", "pcie", "nvl"}
 
 
-def choose(name: str) -> torch.device:
-    """auto, cpu, cuda or cuda:1 => the device, if it is there; auto takes the first GPU, or else the CPU."""
+def choose(name: str, at: str = "train.device") -> torch.device:
+    """auto, cpu, cuda or cuda:1 => the device, if it is there; auto takes the first GPU, or else the CPU.  `at`: where
+    it was asked for."""
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -75,19 +76,16 @@ def choose(name: str) -> torch.device:
         return torch.device("cpu")
     asked = re.fullmatch(r"cuda(?::(\d+))?", wanted)
     if asked is None:
-        raise TrainError(
-            f"device {name!r} is not known\n  at        train.device\n  try       auto, cpu, cuda or cuda:1"
-        )
+        raise TrainError(f"device {name!r} is not known\n  at        {at}\n  try       auto, cpu, cuda or cuda:1")
     if not gpus:
         raise TrainError(
-            f"device {name!r} was asked for, but {_why_no_gpu()}\n  at        train.device\n"
-            "  try       device: auto, or cpu"
+            f"device {name!r} was asked for, but {_why_no_gpu()}\n  at        {at}\n  try       {at}=auto, or cpu"
         )
     index = int(asked[1] or 0)
     if index >= gpus:
         there = "cuda:0" if gpus == 1 else f"cuda:0 to cuda:{gpus - 1}"
         raise TrainError(
-            f"device {name!r} was asked for, but there is only {there}\n  at        train.device\n  try       {there}"
+            f"device {name!r} was asked for, but there is only {there}\n  at        {at}\n  try       {there}"
         )
     return torch.device("cuda", index)
 

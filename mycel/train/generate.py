@@ -74,12 +74,8 @@ def stream(
     """The ids that follow, up to an end or the last place that the model has; the same for the same seed.  A `decoder`
     that has served another prompt needs no new code."""
     decoder = decoder or decoder_of(module)
+    refuse_long(ids, decoder)
     room = decoder.places
-    if room is not None and len(ids) >= room:
-        raise TrainError(
-            f"the prompt has {len(ids)} tokens, the model {room} places\n  at        --prompt\n"
-            "  try       a shorter prompt"
-        )
     generator = torch.Generator().manual_seed(how.seed)
     with evaluating(module), torch.no_grad():
         logits = decoder.start(ids)
@@ -90,6 +86,15 @@ def stream(
             yield following
             if last:
                 logits = decoder.after(following)
+
+
+def refuse_long(ids: Sequence[int], decoder: Decoder, at: str = "--prompt") -> None:
+    """A prompt that leaves no place to write in is refused, with where it is."""
+    if decoder.places is not None and len(ids) >= decoder.places:
+        raise TrainError(
+            f"the prompt has {len(ids)} tokens, the model {decoder.places} places\n  at        {at}\n"
+            "  try       a shorter prompt"
+        )
 
 
 def pieces(tokenizer: Tokenizer, ids: Iterator[int]) -> Iterator[str]:

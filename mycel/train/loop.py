@@ -27,7 +27,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 
 from mycel.errors import CheckpointError, PlanError, TrainError
@@ -39,12 +38,13 @@ from mycel.run.folder import RunFolder, explain, refuse_strange, refuse_unwritab
 from mycel.run.rendezvous import seat
 from mycel.run.shards import read_manifest
 from mycel.train import device as devices
-from mycel.train import metrics, state, summary
+from mycel.train import metrics, models, state, summary
 from mycel.train.assemble import Assembly, assemble
 from mycel.train.config import Config, anchored, dump, load
 from mycel.train.expert_load import PICTURE
 from mycel.train.finish import CURVE, MODEL, finish
 from mycel.train.metrics import FILE, Metrics
+from mycel.train.outlook import Outlook, outlook
 from mycel.train.progress import Progress, duration, number, size
 from mycel.train.ranks import Team, team
 from mycel.train.schedule import learning_rate
@@ -106,6 +106,7 @@ class Run:
         self.progress, self.signals = progress, signals
         self.team = Team(Mesh())
         self.folder: Path | None = None  # locked by rank 0, once this is set
+        self.outlook: Outlook | None = None  # what is said of a step before the first
 
     def run(self, held: ExitStack) -> int:
         """All of it; what is entered into `held` is left at the end, however that comes."""
@@ -125,7 +126,7 @@ class Run:
         if not self.dry_run and self.folder is None:
             self.folder = self._claimed(held, lambda: _new_folder(self.config, self.started_from, self.overwrite))
         where = self.folder or self.resume or _folder_name(self.config, self.started_from)
-        self.progress.summary(summary.rows(parts, loaded.step if loaded else 0, where), "what will run")
+        self.progress.summary(summary.rows(parts, self.outlook, loaded.step if loaded else 0, where), "what will run")
         for note in summary.notes(parts):
             self._note(note)
         if self.folder is None:
@@ -199,6 +200,7 @@ class Run:
                 self.team.processes.agree({"the data": parts.data.fingerprint, "the model": str(parts.outline)})
             waiting.say("preparing the step")
             _prepare(parts)
+            self.outlook = outlook(parts)
             if earlier is not None:
                 with parts.opened():
                     loaded, notes = earlier(parts)
@@ -255,7 +257,7 @@ class Run:
             _refuse_not_finite(parts, folder / CHECKPOINTS, hint)
         with parts.opened():
             complete = finish(parts, folder, self.progress)
-        measured = _measured(parts, steps)
+        measured = _measured(parts, self.outlook, steps)
         if measured is not None and self.team.rank == 0:
             _write(folder / LEDGER, json.dumps(asdict(measured), indent=1) + "\n")
             write_down(measured)
@@ -312,14 +314,14 @@ class Run:
         return f"interrupted; {last.name} is safe\n  at        {last.parent}\n  try       {again}"
 
 
-def _measured(parts: Assembly, steps: Steps) -> Measured | None:
+def _measured(parts: Assembly, said: Outlook | None, steps: Steps) -> Measured | None:
     """What a step took, and what the clock said of it; None where too few were taken to tell."""
     plan, pace_s = parts.step.plan, steps.clock.pace_s
-    if plan.predicted is None or not pace_s or not plan.predicted.seconds:
+    if said is None or not pace_s or not said.predicted.seconds:
         return None
     hardware, what = hardware_of(parts.device), f"{type(parts.module).__name__}, {parts.team}"
     peak = devices.memory_peak(parts.device)
-    return Measured(hardware.name, parts.team.mesh.world, plan.predicted.seconds, pace_s, plan.peak, peak, what)
+    return Measured(hardware.name, parts.team.mesh.world, said.predicted.seconds, pace_s, plan.peak, peak, what)
 
 
 def _prepare(parts: Assembly) -> None:
@@ -334,13 +336,10 @@ def _prepare(parts: Assembly) -> None:
 def _refuse_not_finite(parts: Assembly, where: Path | None, hint: str = "weights from before they broke") -> None:
     """Weights that are no numbers make every step one that is skipped: they are named before the first, and exported
     never."""
-    for name, p in parts.module.named_parameters():
-        bad = int((~torch.isfinite(p.detach())).sum()) if p.is_floating_point() else 0
-        if bad:
-            what = f"{name} is not finite: {bad:,} of its {p.numel():,} numbers are infinite or NaN"
-            raise TrainError(
-                f"{what}\n  at        {where or 'the fresh model'}\n  try       {hint}: no step can be taken with these"
-            )
+    if what := models.not_finite(parts.module):
+        raise TrainError(
+            f"{what}\n  at        {where or 'the fresh model'}\n  try       {hint}: no step can be taken with these"
+        )
 
 
 def _last_step(folder: Path) -> int:

@@ -124,7 +124,7 @@ def _from_folder(path: Path) -> Any:
     try:
         kind = json.loads(file.read_text())["model_type"]
     except FileNotFoundError:
-        raise refusal("no config.json in the model folder", path, "a folder in Hugging Face form") from None
+        raise refusal("no config.json in the model folder", path, folder_hint(path)) from None
     except (OSError, ValueError) as error:
         raise refusal(f"config.json cannot be read: {one_line(error)}", file) from None
     except (KeyError, TypeError):
@@ -139,6 +139,20 @@ def _from_folder(path: Path) -> Any:
     if getattr(settings, "quantization_config", None) is not None:
         raise refusal("the model is quantised: its weights cannot be trained", file, "the model before quantisation")
     return settings
+
+
+def not_finite(module: nn.Module) -> str:
+    """The first parameter that holds an infinity or a NaN, in words; nothing if none does."""
+    for name, p in module.named_parameters():
+        bad = int((~torch.isfinite(p.detach())).sum()) if p.is_floating_point() else 0
+        if bad:
+            return f"{name} is not finite: {bad:,} of its {p.numel():,} numbers are infinite or NaN"
+    return ""
+
+
+def folder_hint(path: Path) -> str:
+    """What to give instead of a folder that holds no model: of a run, what it exported."""
+    return str(path / "model") if (path / "config.yaml").is_file() else "a folder in Hugging Face form"
 
 
 def no_model(adapters: Path) -> TrainError:

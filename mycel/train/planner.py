@@ -7,9 +7,11 @@ there.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -27,6 +29,7 @@ from mycel.step import Step, train_step
 from mycel.train import models
 from mycel.train.assemble import adapt, make_optimizer
 from mycel.train.config import Config
+from mycel.train.outlook import hardware_now
 
 Say = Callable[[str], None]
 
@@ -65,7 +68,7 @@ def question_of(name: str, cluster: Cluster, say: Say = lambda text: None) -> Se
     except (ImportError, AttributeError) as e:
         hint = "module:function, from the folder it is in"
         raise PlanError(f"cannot find {name}\n  because   {e}\n  try       {hint}") from e
-    returned = _made(make)
+    returned = _made(name, make)
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], nn.Module):
         returned = (returned[0], torch.optim.AdamW(returned[0].parameters()), returned[1])
     is_fit = isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[0], nn.Module)
@@ -77,13 +80,17 @@ def question_of(name: str, cluster: Cluster, say: Say = lambda text: None) -> Se
     return search(returned[0], returned[1], dict(returned[2]), cluster, say=say)
 
 
-def _made(make: Callable[[], Any]) -> Any:
+def _made(name: str, make: Callable[[], Any]) -> Any:
     """What a function returns, without data; where it looks at data on its way, with."""
-    try:
-        with torch.device("meta"):
-            return make()
-    except (NotImplementedError, RuntimeError, ValueError):  # of tensors without data
+    with contextlib.suppress(NotImplementedError, RuntimeError, ValueError), torch.device("meta"):  # without data
         return make()
+    try:
+        return make()
+    except Exception as e:
+        line = traceback.extract_tb(e.__traceback__)[-1]
+        raise PlanError(
+            f"{name} raised {type(e).__name__}: {e}\n  at        {os.path.relpath(line.filename)}:{line.lineno}"
+        ) from e
 
 
 def search(
@@ -114,9 +121,10 @@ def search(
 
 
 def this_machine() -> Cluster:
-    """The devices of this host, as a probe measured them or as presets have them."""
+    """The devices of this host, as a probe measured them, a short look saw them, or presets have them."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    hardware = hardware_of(torch.device("cuda" if gpus else "cpu"))
+    device = torch.device("cuda" if gpus else "cpu")
+    hardware = hardware_now(device) or hardware_of(device)
     count = gpus or 1
     if not gpus and hardware.levels:
         count = max(level.ranks for level in hardware.levels)

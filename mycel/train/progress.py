@@ -257,8 +257,10 @@ def count(value: Any) -> str:
 
 
 def size(value: Any) -> str:
-    """Bytes => 9.1 GiB, 512 MiB."""
+    """Bytes => 9.1 GiB, 512 MiB, 12 KiB."""
     value = _float(value)
+    if 0 < value < 2**20:
+        return f"{value / 2**10:.0f} KiB"
     return f"{value / 2**30:.1f} GiB" if not abs(value) < 2**30 else f"{value / 2**20:.0f} MiB"
 
 

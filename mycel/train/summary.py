@@ -9,6 +9,7 @@ from mycel.plan import error_bars, hardware_of
 from mycel.train import models
 from mycel.train.assemble import Assembly
 from mycel.train.device import describe, memory_total
+from mycel.train.outlook import Outlook
 from mycel.train.progress import count, size
 from mycel.train.schedule import warmup_steps
 from mycel.train.stream import ENDLESS
@@ -17,7 +18,7 @@ Rows = list[tuple[str, str]]
 WHOLE_SHARE = 0.3  # of the parameters: more than embeddings, which some plans leave whole on purpose
 
 
-def rows(parts: Assembly, start: int, folder: Path) -> Rows:
+def rows(parts: Assembly, outlook: Outlook | None, start: int, folder: Path) -> Rows:
     """Each thing that matters and what it is; the step must have been prepared."""
     train = parts.config.train
     sizes, kind = models.count(parts.outline), type(parts.module).__name__
@@ -46,7 +47,7 @@ def rows(parts: Assembly, start: int, folder: Path) -> Rows:
             ),
         ),
         *([("backward", _again(parts))] if parts.team.plan is not None else []),
-        *([("predicted", _predicted(parts))] if parts.step.plan.predicted is not None else []),
+        *([("predicted", _predicted(parts, outlook))] if outlook is not None else []),
         ("device", describe(parts.device)),
         ("results", str(folder)),
     ]
@@ -76,13 +77,10 @@ def _again(parts: Assembly) -> str:
     return ", ".join(said)
 
 
-def _predicted(parts: Assembly) -> str:
+def _predicted(parts: Assembly, outlook: Outlook) -> str:
     """Of a step, and what earlier runs here have made of such predictions."""
-    predicted = parts.step.plan.predicted
-    assert predicted is not None
-    text = str(predicted).splitlines()[0].removeprefix("predicted step").strip() + " a step"
     bars = error_bars(hardware_of(parts.device).name, parts.team.mesh.world)
-    return text if bars is None else f"{text}; steps took {bars}"
+    return str(outlook) if bars is None else f"{outlook}; steps took {bars}"
 
 
 def notes(parts: Assembly) -> list[str]:

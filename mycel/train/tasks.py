@@ -44,9 +44,9 @@ def task_data(config: settings.Config, tokenizer: Tokenizer | None, module: Any,
     """The examples, checked against the model; `saved` is the configuration that is exported with it."""
     task, data = config.train.task, config.data
     if task == "dpo" and not causal(module):
-        raise _wrong_model(module, "dpo trains a language model", "architectures: [LlamaForCausalLM], say")
+        raise _wrong_model(module, "dpo trains a language model", "model.config.architectures=[LlamaForCausalLM], say")
     if task != "dpo" and not type(module).__name__.endswith("Classification"):
-        hint = "architectures: [LlamaForSequenceClassification], say"
+        hint = "model.config.architectures=[LlamaForSequenceClassification], say"
         raise _wrong_model(module, f"{task} trains a model that ends in a classification", hint)
     for name, given in (("weights", data.weights is not None), ("stream", data.stream)):
         if given:

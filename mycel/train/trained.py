@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from mycel.errors import TrainError
-from mycel.run.checkpoint import best, latest
+from mycel.run.checkpoint import best, latest, load_latest
 from mycel.run.checkpoint import load as load_checkpoint
 from mycel.run.shards import read_manifest
 from mycel.step.step_state import model_tensors
@@ -56,13 +56,26 @@ def is_run(where: Path) -> bool:
     return (where / "config.yaml").is_file()
 
 
+def run_around(where: Path) -> Path | None:
+    """The run that a folder of checkpoints, or one of these, belongs to."""
+    return next((parent for parent in where.parents[:2] if is_run(parent)), None)
+
+
 def trained(where: Path, last: bool = False, device: str | torch.device = "cpu") -> TrainedModel:
-    """The model of a run or a folder, on a device; of a run the best checkpoint, or the `last`."""
-    if is_run(where):
-        return _of_run(where, last, torch.device(device))
+    """The model of a run or a folder, on a device; of a run the best checkpoint, or the `last`.  TrainError if its
+    weights are broken."""
+    model = _of_run(where, last, torch.device(device)) if is_run(where) else _of_folder(where, device)
+    if what := models.not_finite(model.module):
+        raise TrainError(f"{what}\n  at        {model.source}\n  try       weights from before they broke")
+    return model
+
+
+def _of_folder(where: Path, device: str | torch.device) -> TrainedModel:
     if not where.is_dir():
         hint = "a folder of `mycel train`, or a model's own"
         raise TrainError(f"no such run or model folder: {where}\n  try       {hint}")
+    if not (where / "config.json").is_file() and (around := run_around(where)):
+        raise TrainError(f"{where} is part of a run, not a run\n  try       {around}")
     model = models.build(where, None, weights="load", dtype=_dtype(where), device=device)
     there = any((where / name).is_file() for name in VOCABULARIES)
     return TrainedModel(model, load_tokenizer(where) if there else None, where if there else None, str(where))
@@ -73,7 +86,10 @@ def checkpoint_of(run: Path, last: bool) -> tuple[Path, str]:
     folder = run / "checkpoints"
     newest = latest(folder)
     if newest is None:
-        raise TrainError(f"the run has no checkpoint\n  at        {folder}\n  try       mycel train --resume {run}")
+        load_latest(folder) if any(folder.glob("step-*")) else None  # says what is wrong with each
+        model = run / "model"
+        hint = f"{model}, which the run has exported" if model.is_dir() else f"mycel train --resume {run}"
+        raise TrainError(f"the run has no checkpoint\n  at        {folder}\n  try       {hint}")
     lowest = None if last else best(folder)
     if lowest is None:
         return newest, f"{newest.name}, the last"

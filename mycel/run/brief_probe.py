@@ -1,0 +1,81 @@
+"""A glance at this processor, where nobody ran `mycel probe`: a few products, an attention and some memory, in less
+than half a second, so that what a run prints before its first step is about this machine.
+
+Rounds go over all of them in turn, and each number is its median: what else the machine does now it will do during the
+run, too.  Nothing is decided by these numbers, which are others each time: plans rest on presets or on a full probe.
+Nothing is drawn at random either.
+
+Results of more than 32 MiB come in pages that glibc asks the system for each time, and are several times slower.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+import mycel.ops  # noqa: F401  (what is in OPS)
+from mycel.ir import OPS, type_of
+
+ROUNDS, LEAST_S = 5, 0.006  # of each, in each round; ten of them
+MOST_S, FEWEST = 0.4, 3  # a machine that is busy is not kept longer, once so many rounds are done
+MEMORY = [1 << 14, 1 << 18, 1 << 21, 1 << 24, 100 << 20]  # bytes, two read and one written; the last: see above
+PRODUCTS = [32, 128, 512]  # square
+ATTENTION = (2, 4, 128, 32)  # rows, heads, length, width
+
+
+def brief_probe() -> dict[str, Any]:
+    """As `probe` has it, of the CPU."""
+    small = torch.ones(16)
+    runs: dict[tuple[str, float], Callable[[], Any]] = {("launch", 1.0): lambda: torch.add(small, small)}
+    for size in MEMORY:
+        x, y = torch.ones(size // 12), torch.ones(size // 12)
+        runs["memory", size] = partial(torch.add, x, y)
+    for n in PRODUCTS:
+        runs["product.fp32", 2.0 * n**3] = partial(F.linear, torch.ones(n, n), torch.ones(n, n))
+    runs |= _attention()
+    with torch.no_grad():
+        seconds = _seconds(runs)
+    launch_s, rates = seconds.pop(("launch", 1.0)), dict[str, list[list[float]]]()
+    for (kind, work), took in seconds.items():
+        rates.setdefault(kind, []).append([work, work / max(took - launch_s, 0.1 * took)])
+    return {"device": "CPU", "launch_s": launch_s, "rates": rates}
+
+
+def _attention() -> dict[tuple[str, float], Callable[[], Any]]:
+    """Forward and backward, by what the operators count."""
+    q, k, v = (torch.ones(ATTENTION) for _ in range(3))
+    runs: dict[tuple[str, float], Callable[[], Any]] = {}
+    attend, gradient = OPS["attention"], OPS["attention_grad"]
+    y, lse = attend.kernel(q, k, v, None, causal=True)
+    for op, operands in ((attend, (q, k, v, None)), (gradient, (y, q, k, v, None, y, lse))):
+        types = [type_of(x) if isinstance(x, torch.Tensor) else x for x in operands]
+        kind, flops = op.rate_of(types, {"causal": True}), op.cost(types, {"causal": True}).flops
+        runs[f"{kind}.fp32", float(flops)] = partial(op.kernel, *operands, causal=True)
+    return runs
+
+
+def _seconds(runs: dict[Any, Callable[[], Any]]) -> dict[Any, float]:
+    """Of one run of each: the median of rounds that go over all."""
+    often = {}
+    for name, run in runs.items():
+        run()
+        started = time.perf_counter()
+        run()
+        often[name] = max(1, round(LEAST_S / (time.perf_counter() - started)))
+    times: dict[Any, list[float]] = {name: [] for name in runs}
+    began = time.perf_counter()
+    for n in range(ROUNDS):
+        if n >= FEWEST and time.perf_counter() - began > MOST_S:
+            break
+        for name, run in runs.items():
+            started = time.perf_counter()
+            for _ in range(often[name]):
+                run()
+            times[name].append((time.perf_counter() - started) / often[name])
+    return {name: statistics.median(each) for name, each in times.items()}

@@ -1,0 +1,60 @@
+"""Before its first step a run says what a step will take on this machine, also where nobody ran `mycel probe`."""
+
+import math
+import re
+
+import pytest
+import torch
+from training import config, disk  # noqa: F401
+
+from mycel.plan import CPU
+from mycel.run.brief_probe import brief_probe
+from mycel.train import outlook
+from mycel.train.loop import train
+from mycel.train.planner import this_machine
+
+RATES = {"memory": [[1e6, CPU.bytes_s / 20]], "product.fp32": [[1e6, CPU.single / 20]]}
+SLOW = {"device": "CPU", "launch_s": 20 * CPU.launch_s, "rates": RATES}
+
+
+@pytest.fixture
+def slow(monkeypatch, tmp_path):
+    """A machine of which no probe was made, and which is twenty times slower than the preset."""
+    monkeypatch.delenv("MYCEL_PROBE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "empty"))
+    monkeypatch.setattr(outlook, "brief_probe", lambda: SLOW)
+
+
+def milliseconds(text: str) -> float:
+    return float(re.search(r"predicted +([\d.,]+) ms a step", text)[1].replace(",", ""))
+
+
+def test_a_run_without_a_probe_looks_at_the_processor(disk, tmp_path, slow, capsys, monkeypatch):  # noqa: F811
+    train(config(disk, tmp_path / "run"), dry_run=True)
+    seen = capsys.readouterr().out
+    assert "by a short look at this processor: mycel probe takes a longer one" in " ".join(seen.split())
+    monkeypatch.setenv("MYCEL_PROBE", "")
+    train(config(disk, tmp_path / "run"), dry_run=True)
+    preset = capsys.readouterr().out
+    assert "a short look" not in preset and milliseconds(seen) == pytest.approx(20 * milliseconds(preset), rel=0.15)
+
+
+def test_what_the_run_is_measured_against_is_what_it_said(disk, tmp_path, slow, capsys):  # noqa: F811
+    train(config(disk, tmp_path / "run"))
+    told = capsys.readouterr().out
+    assert f"{milliseconds(told):.1f}" in re.search(r"ms measured, ([\d.,]+) ms predicted", told)[1]
+
+
+def test_plans_for_this_machine_rest_on_the_look(slow, monkeypatch):
+    assert this_machine().hardware.single == CPU.single / 20
+    monkeypatch.setenv("MYCEL_PROBE", "")
+    assert this_machine().hardware.single == CPU.single
+
+
+def test_the_look_draws_nothing_and_sees_something():
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    data = brief_probe()
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert {"memory", "product.fp32", "attention_causal.fp32", "attention_grad_causal.fp32"} == data["rates"].keys()
+    assert all(math.isfinite(y) and y > 0 and x > 0 for curve in data["rates"].values() for x, y in curve)
