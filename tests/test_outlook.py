@@ -45,9 +45,8 @@ def test_what_the_run_is_measured_against_is_what_it_said(disk, tmp_path, slow, 
     assert f"{milliseconds(told):.1f}" in re.search(r"ms measured, ([\d.,]+) ms predicted", told)[1]
 
 
-def test_plans_for_this_machine_rest_on_the_look(slow, monkeypatch):
-    assert this_machine().hardware.single == CPU.single / 20
-    monkeypatch.setenv("MYCEL_PROBE", "")
+def test_plans_for_this_machine_do_not_rest_on_the_look(slow):
+    """They are the same at each start."""
     assert this_machine().hardware.single == CPU.single
 
 

@@ -29,7 +29,6 @@ from mycel.step import Step, train_step
 from mycel.train import models
 from mycel.train.assemble import adapt, make_optimizer
 from mycel.train.config import Config
-from mycel.train.outlook import hardware_now
 
 Say = Callable[[str], None]
 
@@ -121,10 +120,10 @@ def search(
 
 
 def this_machine() -> Cluster:
-    """The devices of this host, as a probe measured them, a short look saw them, or presets have them."""
+    """The devices of this host, as a probe measured them, else as presets have them: the same at each start."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = torch.device("cuda" if gpus else "cpu")
-    hardware = hardware_now(device) or hardware_of(device)
+    hardware = hardware_of(device)
     count = gpus or 1
     if not gpus and hardware.levels:
         count = max(level.ranks for level in hardware.levels)
