@@ -4,8 +4,6 @@ than half a second, so that what a run prints before its first step is about thi
 Rounds go over all of them in turn, and each number is its median: what else the machine does now it will do during the
 run, too.  Nothing is decided by these numbers, which are others each time: plans rest on presets or on a full probe.
 Nothing is drawn at random either.
-
-Results of more than 32 MiB come in pages that glibc asks the system for each time, and are several times slower.
 """
 
 from __future__ import annotations
@@ -21,16 +19,18 @@ from torch.nn import functional as F
 
 import mycel.ops  # noqa: F401  (what is in OPS)
 from mycel.ir import OPS, type_of
+from mycel.run.allocator import keep_freed_memory
 
 ROUNDS, LEAST_S = 5, 0.006  # of each, in each round; ten of them
 MOST_S, FEWEST = 0.4, 3  # a machine that is busy is not kept longer, once so many rounds are done
-MEMORY = [1 << 14, 1 << 18, 1 << 21, 1 << 24, 100 << 20]  # bytes, two read and one written; the last: see above
+MEMORY = [1 << 14, 1 << 18, 1 << 21, 1 << 24, 100 << 20]  # bytes, two read and one written
 PRODUCTS = [32, 128, 512]  # square
 ATTENTION = (2, 4, 128, 32)  # rows, heads, length, width
 
 
 def brief_probe() -> dict[str, Any]:
     """As `probe` has it, of the CPU."""
+    keep_freed_memory()  # as a step does
     small = torch.ones(16)
     runs: dict[tuple[str, float], Callable[[], Any]] = {("launch", 1.0): lambda: torch.add(small, small)}
     for size in MEMORY:

@@ -27,6 +27,7 @@ from torch.nn import functional as F
 
 from mycel.ir import OPS, Mesh, type_of
 from mycel.ops.sdpa import counted
+from mycel.run.allocator import keep_freed_memory
 from mycel.run.processes import Processes, world
 from mycel.run.rendezvous import seat
 
@@ -41,7 +42,7 @@ TURNS = 10  # of computing and a message, where ranks share cores
 CROWDED = 1.25  # times slower beside the others than alone: ranks share cores
 SIZES = {  # by device: what is small and what is large there
     "cpu": {
-        "memory": [1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 100 << 20],  # last: new pages
+        "memory": [1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 100 << 20],
         "product": [16, 32, 64, 128, 256, 512, 768],
         "attention": [(2, 4, 32, 16), (2, 4, 128, 32), (4, 8, 128, 64)],
         "conv": [(2, 8, 16), (4, 32, 16), (4, 64, 28)],
@@ -64,6 +65,7 @@ COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "perm
 
 def probe(device: str | torch.device = "auto", say: Callable[[str], None] = lambda _: None) -> dict[str, Any]:
     """Everything, as plain data; on all ranks of this world at once.  `say` is told what is measured."""
+    keep_freed_memory()  # as a step does
     mine = seat()
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or mine.world)
     ranks = world(_mesh(mine.world, local), device)
