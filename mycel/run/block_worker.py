@@ -188,7 +188,9 @@ def serve(workers: int) -> None:
     os.dup2(2, 1)  # what a compiler prints is no result
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
     import torch._inductor.compile_fx  # noqa: F401  (once for all workers)
+    from torch._inductor.codecache import torch_key
 
+    torch_key()  # of all of torch's sources: likewise
     gc.freeze()
     try:
         jobs: list[tuple[BlockJob, str]] = pickle.load(sys.stdin.buffer)
