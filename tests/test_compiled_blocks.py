@@ -21,6 +21,7 @@ import mycel
 from mycel.ir import Program
 from mycel.run import block_inputs as inputs_of_blocks
 from mycel.run import compiled_blocks, load
+from mycel.run.block_texts import CanonicalBlock
 from mycel.run.block_worker import BlockJob, Strided, TorchSettings
 from mycel.run.compiled_blocks import BlockServer, CompiledBlock
 
@@ -101,7 +102,8 @@ def started() -> BlockServer:
 
 @pytest.mark.slow
 def test_at_once_is_as_in_turn_and_found_again(capfd, monkeypatch):
-    with config.patch(compile_threads=1):
+    with monkeypatch.context() as by_torch:
+        by_torch.setattr(compiled_blocks.CompiledProgram, "_compile", lambda self, inputs: None)
         wanted, in_turn = run()
     assert not any(block.loaded for block in in_turn.values())
     server = started()
@@ -114,6 +116,74 @@ def test_at_once_is_as_in_turn_and_found_again(capfd, monkeypatch):
     assert [len(block.loaded) for block in kept.values()] == [1, 1] and is_gone(server)
     assert all(torch.equal(a, b) for a, b in zip(again, wanted, strict=True))
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.slow
+def test_few_cores_compile_here_and_find_it_again(capfd, monkeypatch):
+    """Blocks are kept whoever compiled them; so is what they are called with."""
+    with config.patch(compile_threads=1):
+        first, compiled = run()
+        monkeypatch.setattr(compiled_blocks, "compile_block", lambda job: 1 / 0)
+        monkeypatch.setattr(compiled_blocks, "block_inputs", lambda *_: 1 / 0)
+        second, kept = run()
+    assert all(len(block.loaded) == 1 for blocks in (compiled, kept) for block in blocks.values())
+    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(second, first, strict=True))
+    assert all(torch.allclose(a, b) for a, b in zip(first, plain(*tensors()), strict=True))
+    assert capfd.readouterr().err == ""
+
+
+def test_settings_that_are_the_defaults_again_are_no_other_settings():
+    before = TorchSettings.now()
+    with config.patch({"inplace_buffers": not config.inplace_buffers, "triton.store_cubin": True}):
+        within = TorchSettings.now()
+    assert TorchSettings.now() == before != within
+    assert "inplace_buffers" in within.configs[0] and "store_cubin" in within.configs[0]
+
+
+TURNED = """
+def first(w: f32[8,8], g: f32[4,8], x: f32[4,8]):
+  h: f32[4,8] = mul(g, x)
+  y: f32[4,8] = linear(h, w)
+  return y, h
+
+def second(x: f32[4,8], g: f32[4,8], weight: f32[8,8]):
+  part: f32[4,8] = mul(x, g)
+  out: f32[4,8] = linear(part, weight)
+  return out, part
+
+def main(x: f32[4,8], w: f32[8,8], v: f32[8,8]):
+  a: f32[4,8], h: f32[4,8] = call(w, x, x, block=@first)
+  y: f32[4,8], p: f32[4,8] = call(h, a, v, block=@second)
+  return y, p
+"""
+
+
+@pytest.mark.slow
+def test_blocks_that_differ_in_names_and_the_order_of_inputs_are_compiled_once(monkeypatch):
+    jobs: list[BlockJob] = []
+    compile_block = compiled_blocks.compile_block
+    monkeypatch.setattr(compiled_blocks, "compile_block", lambda job: jobs.append(job) or compile_block(job))
+    code, _ = load(Program.parse(TURNED), CPU, reuse=True, compiled=("first", "second"))
+    x, w, v = tensors()
+    with config.patch(compile_threads=1), torch.no_grad():
+        y, p = code(x, w, v)
+    assert len(jobs) == 1 and all(len(block.loaded) == 1 for block in code.blocks.values())
+    h = x * x
+    assert torch.allclose(p, h * (h @ w.T)) and torch.allclose(y, (h * (h @ w.T)) @ v.T)
+
+
+def test_calls_that_were_foreseen_wrongly_are_not_kept(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)
+    other = inputs_of_blocks.signature([torch.zeros(8, 4).T, torch.zeros(8, 8)])
+    monkeypatch.setattr(compiled_blocks, "block_inputs", lambda *_: {"layer": [other]})
+    monkeypatch.setattr(compiled_blocks, "compiled_here", lambda jobs: ((path, None) for path in jobs))
+    kept: list[Any] = []
+    write = compiled_blocks.write_atomically
+    monkeypatch.setattr(compiled_blocks, "write_atomically", lambda path, data: kept.append(path) or write(path, data))
+    with config.patch(compile_threads=1):
+        found, _ = run()
+    assert len(kept) == 1 and not kept[0].exists()
+    assert all(torch.allclose(a, b) for a, b in zip(found, plain(*tensors()), strict=True))
 
 
 @pytest.mark.slow
@@ -273,7 +343,7 @@ def test_a_server_that_nobody_needs_ends():
 
 def test_inputs_that_lie_otherwise_are_compiled_for(capfd, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)
-    block = CompiledBlock("layer", lambda x: ("in turn", x), [])
+    block = CompiledBlock("layer", lambda x: ("in turn", x), CanonicalBlock("", "layer", (0,), ()), [])
     x = torch.zeros(2, 3)
     block.loaded[inputs_of_blocks.signature([x])] = lambda x: ("at once", x)
     assert [block(x)[0], block(copy.deepcopy(x))[0]] == ["at once", "at once"] and len(block.checked) == 1

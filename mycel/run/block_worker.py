@@ -13,6 +13,7 @@ block: torch has a pool of processes for them.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -20,12 +21,14 @@ import pickle
 import select
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
+from torch.utils._config_module import _UNSET_SENTINEL
 
 POLL_S = 0.02
 NUMBER = 4  # bytes of a job's number
@@ -70,7 +73,7 @@ class TorchSettings:
             torch.get_float32_matmul_precision(),
             torch.are_deterministic_algorithms_enabled(),
             tuple(is_enabled() for is_enabled, _ in _ATTENTION),
-            (of_inductor.codegen_config(), of_autograd.codegen_config()),  # type: ignore[attr-defined]
+            (_changes(of_inductor), _changes(of_autograd)),
         )
 
     def restore(self) -> None:
@@ -82,6 +85,20 @@ class TorchSettings:
             enable(is_enabled)
         for statements in self.configs:
             exec(statements, {"torch": torch})
+
+
+def _changes(config: Any) -> str:
+    """Statements that set what differs from the defaults.  torch also lists what was set for a while and is the default
+    again, as after each compilation: the second program of a process would not find what the first one of another
+    left."""
+
+    def is_default(statement: str) -> bool:
+        name, _, value = statement.removeprefix(f"{config.__name__}.").partition(" = ")
+        entry = config._config.get(name)
+        by_env = entry is not None and not (entry.env_value_default is entry.env_value_force is _UNSET_SENTINEL)
+        return entry is not None and not by_env and value == repr(entry.default)
+
+    return "\n".join(line for line in config.codegen_config().splitlines() if not is_default(line))
 
 
 _ATTENTION = [
@@ -112,7 +129,7 @@ class KernelSource(NamedTuple):
 
 
 def compile_block(job: BlockJob) -> tuple[bytes, list[KernelSource]]:
-    """Code and kernels of a block; in a process of its own, since it changes torch's settings and the compiler."""
+    """Code and kernels of a block, under the settings of now."""
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Serialized
     from torch._functorch import config as of_autograd
     from torch._guards import TracingContext, tracing
@@ -122,10 +139,8 @@ def compile_block(job: BlockJob) -> tuple[bytes, list[KernelSource]]:
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    job.settings.restore()
-    kernels = _kernels_left_alone()
     fake = FakeTensorMode(shape_env=ShapeEnv())
-    with torch.no_grad():
+    with torch.no_grad(), _kernels_left_alone() as kernels:
         with fake:
             inputs = [x.empty() for x in job.inputs]
             graph = make_fx(_function(job))(*inputs)
@@ -147,8 +162,9 @@ def _function(job: BlockJob) -> Callable[..., Any]:
     return run
 
 
-def _kernels_left_alone() -> list[KernelSource]:
-    """Triton kernels are noted here instead of compiled, and fake tensors of a GPU touch none."""
+@contextlib.contextmanager
+def _kernels_left_alone() -> Iterator[list[KernelSource]]:
+    """Meanwhile Triton kernels are noted here instead of compiled, and fake tensors of a GPU touch none."""
     from torch._inductor.async_compile import AsyncCompile
     from torch._subclasses import fake_tensor
 
@@ -157,10 +173,12 @@ def _kernels_left_alone() -> list[KernelSource]:
     def triton(self: Any, name: str, source: str, device_str: str = "cuda") -> None:
         noted.append(KernelSource(name, source, device_str))
 
-    AsyncCompile.triton = triton  # type: ignore[method-assign, assignment]
-    AsyncCompile.use_process_pool = classmethod(lambda cls: False)  # type: ignore[method-assign, assignment]
-    fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]
-    return noted
+    with (
+        mock.patch.object(AsyncCompile, "triton", triton),
+        mock.patch.object(AsyncCompile, "use_process_pool", classmethod(lambda cls: False)),
+        mock.patch.object(fake_tensor, "init_gpu_context", lambda device: None),
+    ):
+        yield noted
 
 
 def serve(workers: int) -> None:
@@ -170,7 +188,9 @@ def serve(workers: int) -> None:
     os.dup2(2, 1)  # what a compiler prints is no result
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
     import torch._inductor.compile_fx  # noqa: F401  (once for all workers)
+    from torch._inductor.codecache import torch_key
 
+    torch_key()  # of all of torch's sources: likewise
     gc.freeze()
     try:
         jobs: list[tuple[BlockJob, str]] = pickle.load(sys.stdin.buffer)
@@ -199,6 +219,7 @@ def _forked(jobs: Sequence[tuple[BlockJob, str]], turns: int, results: int) -> i
         while number := os.read(turns, NUMBER):
             job, path = jobs[int.from_bytes(number, "big")]
             try:
+                job.settings.restore()
                 write_atomically(Path(path), pickle.dumps(compile_block(job)))
                 _tell(results, path)
             except Exception as e:

@@ -5,13 +5,14 @@
     a call of a block     what was loaded, if its inputs lie as was foreseen; else torch.compile, as ever
 
 What a block was compiled to is kept beside torch's own caches, under a key of its text, its inputs and all that
-decides how it is compiled.  There are as many workers as cores (TORCHINDUCTOR_COMPILE_THREADS says otherwise), shared
-by the ranks of a host; with fewer than four, blocks are compiled one after another in this process.
+decides how it is compiled; so is what the blocks of a program will be called with.  Blocks that differ in names and in
+the order of their inputs alone are one job (`block_texts.py`).  There are as many workers as cores
+(TORCHINDUCTOR_COMPILE_THREADS says otherwise), shared by the ranks of a host; with fewer than four, jobs are done one
+after another in this process.
 """
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import hashlib
@@ -23,7 +24,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,20 +33,23 @@ import torch
 from mycel import ops
 from mycel.ir import Program
 from mycel.run.block_inputs import Signature, block_inputs, signature
-from mycel.run.block_worker import BlockJob, KernelSource, TorchSettings, write_atomically
+from mycel.run.block_texts import BlockTexts, CanonicalBlock
+from mycel.run.block_worker import BlockJob, KernelSource, TorchSettings, compile_block, write_atomically
 
-CONST = "CONST_"
 FEWEST = 4  # workers that are worth their start, which is seconds of a core for importing the compiler once more
 # no processes of torch's in a worker; whether there is a GPU is asked of its driver's library without initialising it,
 # since that must happen after a fork
 WORKER_ENV = {"TORCH_WARM_POOL": "0", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+Result = tuple[Path, bytes | None, str]  # the code of a block, or why there is none
 
 
 class CompiledBlock:
-    """A block's function: what workers made of it for the inputs it is called with, torch.compile for all others."""
+    """A block's function: what it was compiled to for the inputs it is called with, torch.compile for all others."""
 
-    def __init__(self, name: str, fn: Callable[..., Any], consts: Sequence[torch.Tensor]) -> None:
-        self.name, self.in_turn, self.consts = name, torch.compile(fn, fullgraph=True, dynamic=False), consts
+    def __init__(self, name: str, fn: Callable[..., Any], form: CanonicalBlock, consts: Sequence[torch.Tensor]) -> None:
+        """`consts`: the constants it refers to, in the order of its form."""
+        self.name, self.in_turn, self.form = name, torch.compile(fn, fullgraph=True, dynamic=False), form
+        self.consts = consts
         self.loaded: dict[Signature, Callable[..., Any]] = {}
         self.checked: list[tuple[Callable[..., bool], Callable[..., Any]]] = []
         self.is_told = False
@@ -53,8 +57,16 @@ class CompiledBlock:
     def __call__(self, *args: Any) -> Any:
         for fits, run in self.checked:
             if fits(*args):
-                return run(*args, *self.consts)
+                return run(*[args[k] for k in self.form.order], *self.consts)
         return self._find(args)
+
+    def job(self, given: Signature, settings: TorchSettings) -> BlockJob | None:
+        """None: it is given what is no tensor."""
+        values = [*(given[k] for k in self.form.order), *signature(self.consts)]
+        inputs = tuple(x for x in values if x is not None)
+        if len(inputs) < len(values):
+            return None
+        return BlockJob(self.form.source, self.form.name, inputs, self.form.own_consts, settings)
 
     def _find(self, args: Sequence[Any]) -> Any:
         run = self.loaded.get(signature(args))
@@ -67,114 +79,87 @@ class CompiledBlock:
         guards: Any = torch._C._dynamo.guards
         check = guards.TensorGuards(*args, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
         self.checked.append((check, run))
-        return run(*args, *self.consts)
+        return run(*[args[k] for k in self.form.order], *self.consts)
 
 
 class CompiledProgram:
     """The entry of a program, whose blocks are compiled at its first call."""
 
     def __init__(
-        self, main: Callable[..., Any], program: Program, blocks: Mapping[str, CompiledBlock], texts: BlockTexts,
+        self, main: Callable[..., Any], program: Program, blocks: Mapping[str, CompiledBlock], source: str,
         device: torch.device,
     ) -> None:  # fmt: skip
-        self.main, self.program, self.blocks, self.texts, self.device = main, program, blocks, texts, device
+        self.main, self.program, self.blocks, self.source, self.device = main, program, blocks, source, device
         self.is_ready = False
 
     @classmethod
     def of(
-        cls, run: Callable[[dict[str, Any]], None], program: Program, names: Mapping[str, str], source: str,
-        device: torch.device,
+        cls, run: Callable[[dict[str, Any]], None], program: Program, names: Mapping[str, str],
+        compiled: Collection[str], source: str, device: torch.device,
     ) -> CompiledProgram:  # fmt: skip
         """Of `source`, which `run` runs in an environment, and where blocks are functions of these names."""
         plain, env = dict[str, Any](), dict[str, Any]()
         run(plain)  # in which a block that is compiled calls others as they are
         run(env)
-        texts = BlockTexts(source)
+        texts = BlockTexts(source, set(names.values()))
+        forms = {block: texts.canonical(name) for block, name in names.items() if block in compiled}
         blocks = {
-            block: CompiledBlock(name, plain[name], [plain[x] for x in texts.consts(name)])
-            for block, name in names.items()
+            block: CompiledBlock(names[block], plain[names[block]], form, [plain[x] for x in form.consts])
+            for block, form in forms.items()
         }
-        env.update({block.name: block for block in blocks.values()} | {x: plain[x] for x in texts.all_consts()})
-        return cls(env["main"], program, blocks, texts, device)
+        env.update({block.name: block for block in blocks.values()} | {x: plain[x] for x in texts.consts})
+        return cls(env["main"], program, blocks, source, device)
 
     def __call__(self, *inputs: Any) -> Any:
-        if not self.is_ready:
-            self.is_ready = True
-            try:
-                self._compile(inputs)
-            except Exception as e:
-                say(f"blocks are compiled one after another: {type(e).__name__}: {e}")
-        return self.main(*inputs)
+        if self.is_ready:
+            return self.main(*inputs)
+        self.is_ready = True
+        kept_calls = None
+        try:
+            kept_calls = self._compile(inputs)
+        except Exception as e:
+            say(f"blocks are compiled one after another: {type(e).__name__}: {e}")
+        results = self.main(*inputs)
+        if kept_calls is not None and any(block.is_told for block in self.blocks.values()):
+            kept_calls.unlink(missing_ok=True)  # it was wrong, and shall not be so again
+        return results
 
-    def _compile(self, inputs: Sequence[Any]) -> None:
-        """All blocks, for what they will be called with; what cannot be compiled so is left to torch.compile."""
-        server = BlockServer.take()
-        if server is None:
-            return
-        with server:
+    def _compile(self, inputs: Sequence[Any]) -> Path:
+        """All blocks, for what they will be called with, and where that is kept; what cannot be compiled so is left to
+        torch.compile."""
+        with BlockServer.take() or contextlib.nullcontext() as server:
+            settings = TorchSettings.now()
+            path = place_of((self.source, signature(inputs), settings)).with_suffix(".calls")
             places: dict[Path, list[tuple[CompiledBlock, Signature]]] = {}
             jobs: dict[Path, BlockJob] = {}
-            sizes = {name: len(block.eqns) for name, block in self.program.blocks.items()}
-            calls = block_inputs(self.program, self.blocks, inputs, self.device)
-            settings = TorchSettings.now()
-            for name in sorted(calls, key=lambda name: -sizes[name]):  # the longest first
-                block = self.blocks[name]
-                for given in calls[name]:
-                    job = self.texts.job(block, given, settings)
-                    if job is not None:
-                        path = place_of(job)
-                        jobs[path] = job
-                        places.setdefault(path, []).append((block, given))
-            for path, run in server.compiled(jobs):
-                for block, given in places[path]:
+            for block, given in self._calls(path, inputs):
+                job = block.job(given, settings)
+                if job is not None:
+                    place = place_of(job)
+                    jobs[place] = job
+                    places.setdefault(place, []).append((block, given))
+            for place, run in server.compiled(jobs) if server is not None else compiled_here(jobs):
+                for block, given in places[place]:
                     block.loaded[given] = run
+            return path
+
+    def _calls(self, path: Path, inputs: Sequence[Any]) -> list[tuple[CompiledBlock, Signature]]:
+        """Blocks and what they will be called with, the longest first: as an earlier start left it, or foreseen."""
+        try:
+            calls: dict[str, list[Signature]] = pickle.loads(path.read_bytes())
+        except Exception:
+            calls = block_inputs(self.program, self.blocks, inputs, self.device)
+            write_atomically(path, pickle.dumps(calls))
+        longest_first = sorted(calls, key=lambda name: -len(self.program.blocks[name].eqns))
+        return [(self.blocks[name], given) for name in longest_first for given in calls[name]]
 
 
-class BlockTexts:
-    """Generated source, taken apart: each function with what it refers to."""
-
-    def __init__(self, source: str) -> None:
-        self.head: list[str] = []
-        self.texts: dict[str, str] = {}
-        self.refers: dict[str, list[str]] = {}
-        for node in ast.parse(source).body:
-            if isinstance(node, ast.Import | ast.ImportFrom):
-                self.head.append(ast.unparse(node))
-                continue
-            name = node.name if isinstance(node, ast.FunctionDef) else ast.unparse(node.targets[0])  # type: ignore
-            self.texts[name] = "" if name.startswith(CONST) else ast.unparse(node)
-            self.refers[name] = [x.id for x in ast.walk(node) if isinstance(x, ast.Name)]
-
-    def needed(self, name: str) -> list[str]:
-        """The names that must stand beside a function, itself among them, in the order of the source."""
-        reached, left = {name}, [name]
-        while left:
-            more = {x for x in self.refers[left.pop()] if x in self.texts} - reached
-            reached |= more
-            left += more
-        return [x for x in self.texts if x in reached]
-
-    def consts(self, name: str) -> list[str]:
-        return [x for x in self.needed(name) if x.startswith(CONST)]
-
-    def all_consts(self) -> list[str]:
-        return [x for x in self.texts if x.startswith(CONST)]
-
-    def job(self, block: CompiledBlock, given: Signature, settings: TorchSettings) -> BlockJob | None:
-        """None: it is given what is no tensor."""
-        inputs = [x for x in (*given, *signature(block.consts)) if x is not None]
-        if len(inputs) < len(given) + len(block.consts):
-            return None
-        source = "\n".join([*self.head, *(self.texts[x] for x in self.needed(block.name) if self.texts[x])])
-        return BlockJob(source, block.name, tuple(inputs), tuple(self.consts(block.name)), settings)
-
-
-def place_of(job: BlockJob) -> Path:
-    """Where a block is kept: beside torch's own caches, by all that decides what it is compiled to."""
+def place_of(what: Any) -> Path:
+    """Where a block is kept, or what is known of a program: beside torch's own caches, by all that decides it."""
     from torch._inductor.codecache import CacheBase, torch_key
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    parts = (repr(job), CacheBase.get_system(), torch_key().hex(), _operators())
+    parts = (repr(what), CacheBase.get_system(), torch_key().hex(), _operators())
     key = hashlib.sha256(repr(parts).encode()).hexdigest()
     return Path(cache_dir(), "mycel", key[:2], key)
 
@@ -243,28 +228,13 @@ class BlockServer:
 
     def compiled(self, jobs: Mapping[Path, BlockJob]) -> Iterator[tuple[Path, Callable[..., Any]]]:
         """Places of blocks, each with what it was compiled to, as they come."""
-        ready: queue.SimpleQueue[tuple[Path, bytes | None, str]] = queue.SimpleQueue()
+        ready: queue.SimpleQueue[Result] = queue.SimpleQueue()
         threading.Thread(target=self._read, args=(jobs, ready), name="mycel-blocks", daemon=True).start()
         import torch._inductor.compile_fx  # noqa: F401  (what is loaded needs it, and workers need their time)
 
-        failed: dict[str, int] = {}
-        for _ in jobs:
-            path, code, why_not = ready.get()
-            if code is not None:
-                try:
-                    with kept_kernels(path):
-                        run = _loaded(code)
-                    yield path, run
-                    continue
-                except Exception as e:
-                    why_not = f"{type(e).__name__}: {e}"
-                    for file in (path, kernels_of(path)):
-                        file.unlink(missing_ok=True)
-            failed[why_not] = failed.get(why_not, 0) + 1
-        for why_not, n in failed.items():
-            say(f"{n} of {len(jobs)} blocks are compiled in turn: {why_not}")
+        return _loaded_in_turn((ready.get() for _ in jobs), len(jobs))
 
-    def _read(self, jobs: Mapping[Path, BlockJob], ready: queue.SimpleQueue[tuple[Path, bytes | None, str]]) -> None:
+    def _read(self, jobs: Mapping[Path, BlockJob], ready: queue.SimpleQueue[Result]) -> None:
         """Blocks from disk, then from workers; their kernels begin to be compiled as soon as they are known."""
         left = dict(jobs)
         why_not = "their worker ended"
@@ -304,6 +274,43 @@ class BlockServer:
             why_not = f"{type(e).__name__}: {e}"
         for path in left:
             ready.put((path, None, why_not))
+
+
+def compiled_here(jobs: Mapping[Path, BlockJob]) -> Iterator[tuple[Path, Callable[..., Any]]]:
+    """Places of blocks, each with what it was compiled to, one after another in this process."""
+    return _loaded_in_turn(map(_code_of, jobs.items()), len(jobs))
+
+
+def _code_of(item: tuple[Path, BlockJob]) -> Result:
+    """Of a block, from disk or compiled now."""
+    path, job = item
+    with contextlib.suppress(Exception):
+        return path, pickle.loads(path.read_bytes())[0], ""
+    try:
+        code, kernels = compile_block(job)
+        write_atomically(path, pickle.dumps((code, kernels)))
+        return path, code, ""
+    except Exception as e:
+        return path, None, f"{type(e).__name__}: {str(e).strip().partition(chr(10))[0]}"
+
+
+def _loaded_in_turn(results: Iterable[Result], count: int) -> Iterator[tuple[Path, Callable[..., Any]]]:
+    """What can be loaded of what comes; of all else it is said why not."""
+    failed: dict[str, int] = {}
+    for path, code, why_not in results:
+        if code is not None:
+            try:
+                with kept_kernels(path):
+                    run = _loaded(code)
+                yield path, run
+                continue
+            except Exception as e:
+                why_not = f"{type(e).__name__}: {e}"
+                for file in (path, kernels_of(path)):
+                    file.unlink(missing_ok=True)
+        failed[why_not] = failed.get(why_not, 0) + 1
+    for why_not, n in failed.items():
+        say(f"{n} of {count} blocks are compiled in turn: {why_not}")
 
 
 def kernels_of(path: Path) -> Path:

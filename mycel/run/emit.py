@@ -126,8 +126,8 @@ def load(
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
     run = partial(exec, compile(source, file, "exec"))
     if compiled:
-        names = {block: name for block, name in function_names(program, donate).items() if block in compiled}
-        return CompiledProgram.of(run, program, names, source, device), source
+        names = function_names(program, donate)
+        return CompiledProgram.of(run, program, names, compiled, source, device), source
     env: dict[str, Any] = {}
     run(env)
     return env["main"], source
