@@ -134,8 +134,8 @@ def _gated(act: Callable[..., torch.Tensor], h: torch.Tensor) -> torch.Tensor:
 
 def gate_of_module(tracer: Tracer, module: Any) -> Gate | None:
     """What a layer of the library does between its products; None if it does more than that, with more than a row."""
-    more = any(getattr(module, name, False) for name in ("has_post_expert_norm", "_is_expert_parallel"))
-    if more or not all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "_apply_gate")):
+    fields = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
+    if getattr(module, "_is_expert_parallel", False) or not all(hasattr(module, name) for name in fields):
         return None  # of another version of the library
     up = module.gate_up_proj if module.has_gate else module.up_proj
     width = up.shape[2] if module.is_transposed else up.shape[1]
@@ -145,12 +145,18 @@ def gate_of_module(tracer: Tracer, module: Any) -> Gate | None:
 def as_module(
     tracer: Tracer, module: Any, gate: Gate, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """A layer of the library as one equation."""
+    """A layer of the library as one equation; one whose experts' results are normed before they are weighed and added
+    (`post_expert_norm`): that of a token for each choice, and the norm."""
     up = module.gate_up_proj if module.has_gate else module.up_proj
     bias = (module.gate_up_proj_bias if module.has_gate else module.up_proj_bias) if module.has_bias else None
     down_bias = module.down_proj_bias if module.has_bias else None
-    operands = x, ids, weights, up, module.down_proj, bias, down_bias
-    return traced_layer(tracer, operands, gate, bool(module.is_transposed))
+    rest = up, module.down_proj, bias, down_bias
+    if not getattr(module, "has_post_expert_norm", False):
+        return traced_layer(tracer, (x, ids, weights, *rest), gate, bool(module.is_transposed))
+    chosen, each = ids.shape[-1], torch.ones_like(weights).reshape(-1, 1)
+    operands = x.repeat_interleave(chosen, dim=0), ids.reshape(-1, 1), each, *rest
+    rows = module.post_expert_norm(traced_layer(tracer, operands, gate, bool(module.is_transposed)))
+    return (rows * weights.reshape(-1, 1)).unflatten(0, (-1, chosen)).sum(1).to(x.dtype)
 
 
 def traced_layer(
