@@ -107,6 +107,46 @@ def normed(how: str) -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize("name", ["step3p7", "longcat_flash"])
+def test_loops_of_the_library_without_its_choice(name):
+    """Layers that transformers writes out; of LongCat's choices some are of experts without weights."""
+    torch.manual_seed(0)
+    model, spread = written_out(name).double(), 8
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.4)
+    x = torch.randn(10, 12, dtype=torch.float64, requires_grad=True)
+    scores = torch.randn(10, spread, dtype=torch.float64).sigmoid()
+
+    def forward(x, scores):
+        weights, ids = torch.topk(scores, 3)
+        return model(x, ids, weights).sin().sum()
+
+    value = forward(x, scores.requires_grad_())
+    wanted = torch.autograd.grad(value, [x, scores, *model.parameters()])
+    ours = mycel.value_and_grad(forward, argnums=(0, 1))(x, scores)
+    torch.testing.assert_close(ours[0], value)
+    theirs = mycel.value_and_grad(lambda x, scores: forward(x, scores), wrt=model)(x, scores)
+    for a, b in zip((*ours[1], *theirs[1].values()), wanted, strict=True):
+        torch.testing.assert_close(a, b)
+    assert "experts" in operators(mycel.capture(forward, x, scores))
+
+
+def written_out(name: str) -> nn.Module:
+    from transformers.models.longcat_flash import LongcatFlashConfig
+    from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
+    from transformers.models.step3p7 import Step3p7TextConfig
+    from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
+
+    model: nn.Module
+    if name == "step3p7":
+        config = Step3p7TextConfig(hidden_size=12, moe_intermediate_size=10, num_local_experts=8)
+        model = Step3p7Experts(config, swiglu_limit=0.5)
+    else:
+        sizes = {"hidden_size": 12, "expert_ffn_hidden_size": 10, "n_routed_experts": 5, "zero_expert_num": 3}
+        model = LongcatFlashExperts(LongcatFlashConfig(**sizes))
+    return model
+
+
 def test_what_is_written_with_torchs_grouped_products():
     def f(x, w, ends):
         return nn.functional.grouped_mm(x, w.transpose(-2, -1), offs=ends)

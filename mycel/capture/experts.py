@@ -25,6 +25,8 @@ from mycel.ops import o
 LIBRARY = "transformers.integrations.moe"
 DENSE = "transformers.models.llama4.modeling_llama4"
 SWITCH = "transformers.models.switch_transformers.modeling_switch_transformers"
+STEP = "transformers.models.step3p7.modeling_step3p7"
+LONGCAT = "transformers.models.longcat_flash.modeling_longcat_flash"
 Forward = Callable[..., torch.Tensor]
 
 
@@ -37,11 +39,15 @@ def as_one_operator() -> Iterator[None]:
     library: Any = sys.modules.get(LIBRARY)
     dense: Any = sys.modules.get(DENSE)
     switch: Any = sys.modules.get(SWITCH)
+    step: Any = sys.modules.get(STEP)
+    longcat: Any = sys.modules.get(LONGCAT)
     with (
         _replaced(library and library.ExpertsInterface, "get_interface", _chosen),
         _replaced(dense and dense.Llama4TextMoe, "forward", _of_chosen_alone),
         _replaced(switch and switch.SwitchTransformersExperts, "forward", _one_by_one),
         _replaced(switch and switch.SwitchTransformersTop1Router, "forward", _with_capacity),
+        _replaced(step and step.Step3p7Experts, "forward", _written_out),
+        _replaced(longcat and longcat.LongcatFlashExperts, "forward", _written_out),
     ):
         yield
 
@@ -92,6 +98,29 @@ def _of_chosen_alone(plain: Forward) -> Forward:
         operands = rows, ids.reshape(-1, 1), torch.ones_like(rows[:, :1]), up, self.experts.down_proj, None, None
         routed = traced_layer(tracer, operands, gate, transposed=True)
         return self.shared_expert(x) + routed.unflatten(0, (-1, self.top_k)).sum(1), logits
+
+    return forward
+
+
+def _written_out(plain: Forward) -> Forward:
+    """Step 3.7 and LongCat-Flash have the library's loop without its choice of an implementation; LongCat's last
+    experts have no weights of their own and give back what they get."""
+
+    def forward(self: Any, hidden_states: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        up, down = self.gate_up_proj, self.down_proj
+        if not TRACING or up is None:
+            return plain(self, hidden_states, ids, weights)
+        apply = getattr(self, "_apply_gate", None) or (lambda h: _gated(self.act_fn, h))
+        gate = traced_gate(TRACING[-1], apply, up.shape[1], up.dtype)
+        if gate is None:
+            return plain(self, hidden_states, ids, weights)
+        experts, idle = down.shape[0], up.shape[0] > down.shape[0]
+        operands = hidden_states, ids, weights, up[:experts] if idle else up, down, None, None
+        y = traced_layer(TRACING[-1], operands, gate, transposed=False, elsewhere=idle)
+        if not idle:
+            return y
+        back = torch.where(ids < experts, 0.0, weights).sum(-1, keepdim=True)
+        return y + (hidden_states * back).to(y.dtype)
 
     return forward
 
@@ -160,17 +189,18 @@ def as_module(
 
 
 def traced_layer(
-    tracer: Tracer, operands: Sequence[Any], gate: Gate, transposed: bool, capacity: int | None = None
-) -> torch.Tensor:
+    tracer: Tracer, operands: Sequence[Any], gate: Gate, transposed: bool, capacity: int | None = None,
+    elsewhere: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """A layer of experts as one equation, its tokens in the dtype of its weights; `capacity`: of the choices of an
-    expert the first so many count, others are of an expert that is nowhere."""
+    expert the first so many count, others are of an expert that is nowhere; `elsewhere`: some choices are of such."""
 
     def rule(x: Var, ids: Var, weights: Var, up: Var, *rest: Any) -> Any:
         ids = ids if ids.dtype == torch.int64 else o.cast(ids, dtype=torch.int64)
         rows = x if x.dtype == up.dtype else o.cast(x, dtype=up.dtype)
-        more = {}
+        more = {"elsewhere": 1} if elsewhere or capacity is not None else {}
         if capacity is not None:
-            ids, more = within(ids, up.shape[0], capacity), {"elsewhere": 1}
+            ids = within(ids, up.shape[0], capacity)
         y = o.experts(rows, ids, weights, up, *rest, gate=gate[0], form=gate[1], transposed=transposed, **more)
         return y if y.dtype == x.dtype else o.cast(y, dtype=x.dtype)
 
