@@ -3,7 +3,8 @@
     python bench/sweep.py                     all of them
     python bench/sweep.py --only bert,lstm    those whose names contain one of these
     python bench/sweep.py --kind hand         one kind: causal, masked, text, seq2seq, vision, segment, video, audio,
-                                              ctc, pairs (`sweep_families.py`); nn, hand, net, code (`programs`)
+                                              ctc, pairs (`sweep_families.py`); captions (`sweep_captions.py`);
+                                              nn, hand, net, code (`programs`)
     python bench/sweep.py --heads --kind qa   every head of each family of Hugging Face, not the first alone
     python bench/sweep.py --part 1/4          every fourth of them
 
@@ -52,6 +53,7 @@ from programs import (  # noqa: F401  they enter
 from programs.entry import PROGRAMS, X
 from programs.functions import HAND, Written
 from programs.layers import MODULES
+from sweep_captions import captioned
 from sweep_families import families, family
 from torch import nn
 
@@ -67,7 +69,7 @@ def peft_model() -> tuple[nn.Module, dict[str, Any]]:
 
 
 def cases(heads: bool = False) -> dict[str, Callable[[], Any]]:
-    return {**cases_at_hand(), "hand/peft_lora": peft_model, **families(heads)}
+    return {**cases_at_hand(), "hand/peft_lora": peft_model, **families(heads), **captioned()}
 
 
 def cases_at_hand() -> dict[str, Callable[[], Any]]:

@@ -104,6 +104,8 @@ def _consistent(config: Any) -> Any:
         _set(config, "num_key_value_heads", config.num_attention_heads)
     if getattr(config, "num_key_value_heads", 0) is None:
         _set(config, "num_key_value_heads", 2)
+    if getattr(config, "head_dim", 0) is None and isinstance(getattr(config, "hidden_size", None), int):
+        _set(config, "head_dim", config.hidden_size // config.num_attention_heads)
     if isinstance(rope := getattr(config, "rope_parameters", None), dict) and rope.get("rope_theta", 0) is None:
         rope["rope_theta"] = 10000.0
     _set(config, "use_cache", False)
@@ -219,6 +221,21 @@ OWN: dict[str, dict[str, Any]] = {
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 1},
     "zamba2": {"mamba_headdim": 8, "n_mamba_heads": 8, "mamba_ngroups": 1},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "bailing_hybrid": {"v_head_dim": 8, "qk_nope_head_dim": 8, "n_group": 1, "num_experts_per_tok": 2},
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "gemma3n": {"num_kv_shared_layers": 0},
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "inkling_text": {"swa_num_key_value_heads": 2, "swa_num_attention_heads": 4, "swa_head_dim": 8},
+    "inkling2_text": {"swa_num_key_value_heads": 2, "swa_num_attention_heads": 4, "swa_head_dim": 8},
+    "kimi_linear": {"n_group": 1, "num_experts": 4, "num_experts_per_token": 2},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "longcat_flash": {"qk_nope_head_dim": 8, "qk_head_dim": 16, "v_head_dim": 8},
+    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8}
+    | {
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [4, 4]},
     "xmod": {"default_language": "en_XX"},
     "efficientnet": {"image_size": 32, "width_coefficient": 1.0, "depth_coefficient": 0.3, "hidden_dim": 1280},

@@ -15,6 +15,7 @@ import transformers as hf
 from distributing import OneDevice, start_values, step_equals
 from expert_families import FAMILIES, family, text
 from experts import Layer, Loop, Routed, routed
+from models import VOCAB
 from stepping import plain_step
 from torch import nn
 from transformers.models.switch_transformers import modeling_switch_transformers
@@ -68,6 +69,82 @@ def test_every_implementation_is_the_same_program():
     programs = [captured(how) for how in IMPLEMENTATIONS]
     assert len(set(map(str, programs))) == 1
     assert [e.op.name for _, e in walk(programs[0])].count("experts") == 1  # of a block that is called for each layer
+
+
+@pytest.mark.parametrize("how", IMPLEMENTATIONS)
+def test_experts_whose_results_are_normed_are_the_same_program(how):
+    """Muse Spark norms the row of each expert before it is weighed."""
+    model = normed(how).double()
+    twin = copy.deepcopy(model)
+    twin.config._experts_implementation = "eager"
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, twin)]
+    ids = text()["input_ids"]
+
+    def loss(net, input_ids):
+        return net(input_ids=input_ids).last_hidden_state.sin().sum()
+
+    step = mycel.train_step(model, optimizers[0], loss=lambda model, input_ids: loss(model, input_ids), compile=False)
+    for _ in range(2):
+        optimizers[1].zero_grad()
+        (want := loss(twin, ids)).backward()
+        optimizers[1].step()
+        assert float(step(input_ids=ids)) == pytest.approx(float(want.detach()), rel=1e-6)
+    for (key, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
+    assert {"dispatch", "grouped_matmul", "collect"} <= operators(step.program)
+
+
+def normed(how: str) -> nn.Module:
+    from transformers.models.muse_spark import MuseSparkTextConfig, MuseSparkTextModel
+
+    torch.manual_seed(0)
+    sizes = {"moe_intermediate_size": 16, "moe_hidden_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "num_hidden_layers": 2}
+    tokens = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+    config = MuseSparkTextConfig(**sizes, **heads, **tokens, hidden_size=32, max_position_embeddings=64)
+    config._experts_implementation = how
+    model: nn.Module = MuseSparkTextModel(config)
+    return model
+
+
+@pytest.mark.parametrize("name", ["step3p7", "longcat_flash"])
+def test_loops_of_the_library_without_its_choice(name):
+    """Layers that transformers writes out; of LongCat's choices some are of experts without weights."""
+    torch.manual_seed(0)
+    model, spread = written_out(name).double(), 8
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.4)
+    x = torch.randn(10, 12, dtype=torch.float64, requires_grad=True)
+    scores = torch.randn(10, spread, dtype=torch.float64).sigmoid()
+
+    def forward(x, scores):
+        weights, ids = torch.topk(scores, 3)
+        return model(x, ids, weights).sin().sum()
+
+    value = forward(x, scores.requires_grad_())
+    wanted = torch.autograd.grad(value, [x, scores, *model.parameters()])
+    ours = mycel.value_and_grad(forward, argnums=(0, 1))(x, scores)
+    torch.testing.assert_close(ours[0], value)
+    theirs = mycel.value_and_grad(lambda x, scores: forward(x, scores), wrt=model)(x, scores)
+    for a, b in zip((*ours[1], *theirs[1].values()), wanted, strict=True):
+        torch.testing.assert_close(a, b)
+    assert "experts" in operators(mycel.capture(forward, x, scores))
+
+
+def written_out(name: str) -> nn.Module:
+    from transformers.models.longcat_flash import LongcatFlashConfig
+    from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
+    from transformers.models.step3p7 import Step3p7TextConfig
+    from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
+
+    model: nn.Module
+    if name == "step3p7":
+        config = Step3p7TextConfig(hidden_size=12, moe_intermediate_size=10, num_local_experts=8)
+        model = Step3p7Experts(config, swiglu_limit=0.5)
+    else:
+        sizes = {"hidden_size": 12, "expert_ffn_hidden_size": 10, "n_routed_experts": 5, "zero_expert_num": 3}
+        model = LongcatFlashExperts(LongcatFlashConfig(**sizes))
+    return model
 
 
 def test_what_is_written_with_torchs_grouped_products():

@@ -352,3 +352,16 @@ def test_a_place_that_code_counts_itself_is_written_by_an_island_alone():
     with pytest.warns(UserWarning, match=r"enqueue at .* runs as plain Python") as told:
         pair = beside(lambda: Queue().double(), sgd(), lambda i: (X[:5] + i,), steps=3)
     assert len([w for w in told if "plain Python" in str(w.message)]) == 1 and pair.model.place == 5
+
+
+def test_an_iterator_in_reach_is_a_refusal_with_its_reason():
+    """Why there would be an island, and why there is none: an error of ours, not the search's own."""
+    layer, factors = nn.Linear(3, 3), iter([2.0, 3.0])
+
+    def f(x):
+        scale = torch.unique(layer(x)).shape[0]
+        return x * scale * next(factors)
+
+    reason = r"(?s)_unique2 has a shape.*no call around it can stay Python: .* reaches an iterator"
+    with pytest.raises(mycel.errors.CaptureError, match=reason):
+        mycel.jit(f)(torch.ones(3))

@@ -25,6 +25,8 @@ from mycel.ops import o
 LIBRARY = "transformers.integrations.moe"
 DENSE = "transformers.models.llama4.modeling_llama4"
 SWITCH = "transformers.models.switch_transformers.modeling_switch_transformers"
+STEP = "transformers.models.step3p7.modeling_step3p7"
+LONGCAT = "transformers.models.longcat_flash.modeling_longcat_flash"
 Forward = Callable[..., torch.Tensor]
 
 
@@ -37,11 +39,15 @@ def as_one_operator() -> Iterator[None]:
     library: Any = sys.modules.get(LIBRARY)
     dense: Any = sys.modules.get(DENSE)
     switch: Any = sys.modules.get(SWITCH)
+    step: Any = sys.modules.get(STEP)
+    longcat: Any = sys.modules.get(LONGCAT)
     with (
         _replaced(library and library.ExpertsInterface, "get_interface", _chosen),
         _replaced(dense and dense.Llama4TextMoe, "forward", _of_chosen_alone),
         _replaced(switch and switch.SwitchTransformersExperts, "forward", _one_by_one),
         _replaced(switch and switch.SwitchTransformersTop1Router, "forward", _with_capacity),
+        _replaced(step and step.Step3p7Experts, "forward", _written_out),
+        _replaced(longcat and longcat.LongcatFlashExperts, "forward", _written_out),
     ):
         yield
 
@@ -96,6 +102,29 @@ def _of_chosen_alone(plain: Forward) -> Forward:
     return forward
 
 
+def _written_out(plain: Forward) -> Forward:
+    """Step 3.7 and LongCat-Flash have the library's loop without its choice of an implementation; LongCat's last
+    experts have no weights of their own and give back what they get."""
+
+    def forward(self: Any, hidden_states: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        up, down = self.gate_up_proj, self.down_proj
+        if not TRACING or up is None:
+            return plain(self, hidden_states, ids, weights)
+        apply = getattr(self, "_apply_gate", None) or (lambda h: _gated(self.act_fn, h))
+        gate = traced_gate(TRACING[-1], apply, up.shape[1], up.dtype)
+        if gate is None:
+            return plain(self, hidden_states, ids, weights)
+        experts, idle = down.shape[0], up.shape[0] > down.shape[0]
+        operands = hidden_states, ids, weights, up[:experts] if idle else up, down, None, None
+        y = traced_layer(TRACING[-1], operands, gate, transposed=False, elsewhere=idle)
+        if not idle:
+            return y
+        back = torch.where(ids < experts, 0.0, weights).sum(-1, keepdim=True)
+        return y + (hidden_states * back).to(y.dtype)
+
+    return forward
+
+
 def _one_by_one(plain: Forward) -> Forward:
     """Switch Transformers go through the experts that were hit, whose names are data; here through all: those that were
     not get no rows.  That is a loop that becomes one operator (`expert_loops.py`), with its capacity."""
@@ -134,8 +163,8 @@ def _gated(act: Callable[..., torch.Tensor], h: torch.Tensor) -> torch.Tensor:
 
 def gate_of_module(tracer: Tracer, module: Any) -> Gate | None:
     """What a layer of the library does between its products; None if it does more than that, with more than a row."""
-    more = any(getattr(module, name, False) for name in ("has_post_expert_norm", "_is_expert_parallel"))
-    if more or not all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "_apply_gate")):
+    fields = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
+    if getattr(module, "_is_expert_parallel", False) or not all(hasattr(module, name) for name in fields):
         return None  # of another version of the library
     up = module.gate_up_proj if module.has_gate else module.up_proj
     width = up.shape[2] if module.is_transposed else up.shape[1]
@@ -145,26 +174,33 @@ def gate_of_module(tracer: Tracer, module: Any) -> Gate | None:
 def as_module(
     tracer: Tracer, module: Any, gate: Gate, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """A layer of the library as one equation."""
+    """A layer of the library as one equation; one whose experts' results are normed before they are weighed and added
+    (`post_expert_norm`): that of a token for each choice, and the norm."""
     up = module.gate_up_proj if module.has_gate else module.up_proj
     bias = (module.gate_up_proj_bias if module.has_gate else module.up_proj_bias) if module.has_bias else None
     down_bias = module.down_proj_bias if module.has_bias else None
-    operands = x, ids, weights, up, module.down_proj, bias, down_bias
-    return traced_layer(tracer, operands, gate, bool(module.is_transposed))
+    rest = up, module.down_proj, bias, down_bias
+    if not getattr(module, "has_post_expert_norm", False):
+        return traced_layer(tracer, (x, ids, weights, *rest), gate, bool(module.is_transposed))
+    chosen, each = ids.shape[-1], torch.ones_like(weights).reshape(-1, 1)
+    operands = x.repeat_interleave(chosen, dim=0), ids.reshape(-1, 1), each, *rest
+    rows = module.post_expert_norm(traced_layer(tracer, operands, gate, bool(module.is_transposed)))
+    return (rows * weights.reshape(-1, 1)).unflatten(0, (-1, chosen)).sum(1).to(x.dtype)
 
 
 def traced_layer(
-    tracer: Tracer, operands: Sequence[Any], gate: Gate, transposed: bool, capacity: int | None = None
-) -> torch.Tensor:
+    tracer: Tracer, operands: Sequence[Any], gate: Gate, transposed: bool, capacity: int | None = None,
+    elsewhere: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """A layer of experts as one equation, its tokens in the dtype of its weights; `capacity`: of the choices of an
-    expert the first so many count, others are of an expert that is nowhere."""
+    expert the first so many count, others are of an expert that is nowhere; `elsewhere`: some choices are of such."""
 
     def rule(x: Var, ids: Var, weights: Var, up: Var, *rest: Any) -> Any:
         ids = ids if ids.dtype == torch.int64 else o.cast(ids, dtype=torch.int64)
         rows = x if x.dtype == up.dtype else o.cast(x, dtype=up.dtype)
-        more = {}
+        more = {"elsewhere": 1} if elsewhere or capacity is not None else {}
         if capacity is not None:
-            ids, more = within(ids, up.shape[0], capacity), {"elsewhere": 1}
+            ids = within(ids, up.shape[0], capacity)
         y = o.experts(rows, ids, weights, up, *rest, gate=gate[0], form=gate[1], transposed=transposed, **more)
         return y if y.dtype == x.dtype else o.cast(y, dtype=x.dtype)
 

@@ -145,8 +145,8 @@ def make_island(
     name = call_name(fn, source)
     if tracer.manual:
         raise NoIslandError(f"{name} is in a manual region") from reason
-    call = Trial(tracer, fn, args, kwargs)
     try:
+        call = Trial(tracer, fn, args, kwargs)
         call.probe()
     except NoIslandError as e:
         raise e from reason

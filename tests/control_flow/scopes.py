@@ -68,6 +68,20 @@ def nested_function(x):
     return inner(x) + inner(x - 1, factor=x.sum())
 
 
+@case((X,), (-X,), (X + 1,))
+def function_inside_one_that_returns_from_a_loop(x):
+    """Its returns are its own."""
+
+    def inner(a):
+        return a + 1, a * 2
+
+    for k in range(3):
+        if x.sum() > k + 1:
+            return x - k
+    y, z = inner(x)
+    return y * z
+
+
 @case((X,), (-X,), has={"cond"})
 def closure(x):
     w = x.sum()

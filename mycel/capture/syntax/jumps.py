@@ -134,6 +134,8 @@ class _Jumps:
                 return [_assign(f"skipped@{loop}", ast.Constant(True), node)], {f"skipped@{loop}"}
             case ast.While() | ast.For():
                 return self.loop(node, loop)
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():  # whose returns are its own
+                return [node], set()
         flags: set[str] = set()
         new = _copy(node)
         for name in ("body", "orelse", "finalbody"):
