@@ -235,7 +235,9 @@ def launch_bubbles(schedule: str, microbatches: int, ranks: int, waiting: bool) 
     from mycel.launch import launch
 
     env = {"OMP_NUM_THREADS": "1"}
-    launch(["--serve-bubbles", schedule, str(microbatches), str(int(waiting))], ranks, program=[__file__], env=env)
+    given = ["--serve-bubbles", schedule, str(microbatches), str(int(waiting))]
+    if code := launch(given, ranks, program=[__file__], env=env):
+        raise SystemExit(code)
 
 
 def serve(way: str, schedule: str, microbatches: int) -> None:
