@@ -109,13 +109,23 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family):
-    make, batch_of, name = FAMILIES[family]
+    pipeline_equals(of_family(family, 4), named(FAMILIES[family][2], 2, 4), random.Random(family))
+
+
+def of_family(family: str, microbatches: int) -> OneDevice:
+    make, batch_of, _ = FAMILIES[family]
     torch.manual_seed(0)
     model, batch = make().double(), batch_of()
     batch = {k: torch.cat([x, x.flip(1)]) if isinstance(x, torch.Tensor) else x for k, x in batch.items()}
     batch.setdefault("labels", batch["input_ids"].flip(1))
-    one = OneDevice.of(model, batch, accumulate=4, clip_norm=0.1)
-    pipeline_equals(one, named(name, 2, 4), random.Random(family))
+    return OneDevice.of(model, batch, accumulate=microbatches, clip_norm=0.1)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zbv"])
+@pytest.mark.parametrize("names, sizes", [("cp", {"cp": 2}), ("zero1+cp", {"dp": 2, "cp": 2})])
+def test_sequences_in_parts_inside_a_stage(names, sizes, schedule):
+    rng, inner = random.Random(schedule), Plan.read(names, Mesh(sizes))
+    pipeline_equals(of_family("llama", 2), named(schedule, 2, 2), rng, inner)
 
 
 class Answering(Normed):
