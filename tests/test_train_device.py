@@ -13,8 +13,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mycel.errors import TrainError
+from mycel.errors import PlanError, TrainError
 from mycel.train import device
+from mycel.train.config import load
+from mycel.train.ranks import team
 from mycel.train.schedule import KINDS, learning_rate, warmup_steps
 
 few = settings(max_examples=60, deadline=None)
@@ -170,3 +172,10 @@ def test_a_gpu():
     held = torch.ones(2**20, device=gpu)
     assert device.memory_used(gpu) - before >= held.nbytes <= device.memory_peak(gpu)
     assert torch.cuda.get_device_name(gpu) in device.describe(gpu)
+
+
+@pytest.mark.parametrize("plan, told", [("tpp", "there is no plan 'tpp'"), ("dp+no", "'no'"), ("no.yaml", "no.yaml")])
+def test_a_plan_that_is_not_there_is_told_of_on_one_device(plan, told):
+    with pytest.raises(PlanError, match=told):
+        team(load(None, [f"parallel.plan={plan}"]))
+    assert team(load(None, ["parallel.plan=tp"])).plan is None

@@ -106,6 +106,7 @@ def team(config: Config) -> Team:
         plan, name, mesh = several, _name(parallel, several.mesh), several.mesh
     else:
         mesh = Mesh(_axes(parallel, count))
+        _refuse_unknown_names(parallel, mesh)
         plan, name = (_plan(parallel, mesh), _name(parallel, mesh)) if mesh.axes and mesh.world == count else (None, "")
     if mesh.world == count == 1:
         return Team(mesh, plan, name=name)
@@ -183,6 +184,15 @@ def _axes(parallel: Parallel, count: int) -> dict[str, int]:
     if parallel.mesh is None and len(axes) == 1 and count > 1:
         return {axes.pop(): count}
     return parallel.axes(count)
+
+
+def _refuse_unknown_names(parallel: Parallel, mesh: Mesh) -> None:
+    """Also where one rank needs no plan: PlanError for a name that no ready plan and no file has."""
+    plan = parallel.plan
+    if not isinstance(plan, str):
+        return
+    if not (Path(plan).is_file() if is_file(plan) else {*plan.split("+")} <= {*ready_plans()}):
+        Plan.read(plan, mesh)
 
 
 def _read(path: Path) -> Any:
