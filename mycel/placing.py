@@ -144,9 +144,9 @@ class PlacedStep:
         if not self.is_compiled or not self.outlines:
             return local, frozenset(), {}
         if not known:
-            return outlined(local, self.clocks[i], self.hardware, leave=local.entry)
+            return outlined(local, self.clocks[i], self.hardware, lambda block, run: block != local.entry)
         chosen = known[i].regions
-        program, names = lower.with_regions(local, lambda block, run: run[0].outputs[0].name in chosen.get(block, ()))
+        program, names = lower.with_regions(local, lower.is_chosen(chosen))
         return program, names, chosen
 
     def _laid_out(self, i: int, program: Program, known: Sequence[Decided]) -> tuple[Plan, lower.Distributed | None]:
@@ -200,22 +200,26 @@ class PlacedStep:
 
 
 def outlined(
-    program: Program, clock: plan.Clock, hardware: Hardware, leave: str = ""
+    program: Program,
+    clock: plan.Clock,
+    hardware: Hardware,
+    may_be: Callable[[str, Sequence[Eqn]], bool] = lambda block, run: True,
+    divided: Collection[str] = (),
 ) -> tuple[Program, frozenset[str], dict[str, tuple[str, ...]]]:
     """A local program with stretches between calls that are worth compiling as one, in all calls of their block
-    together; the blocks to compile; and by block the first value of each stretch.  `leave`: a block that stays as it
-    is."""
+    together; the blocks to compile; and by block the first value of each stretch.  `may_be`: may a stretch of a block
+    be outlined?  `divided`: blocks that are not taken whole."""
     costs = plan.Costs(program, hardware, True, clock.links)
     least, regions = WORTH * clock(program, program.blocks).seconds, dict[str, tuple[str, ...]]()
     times = runs(program)
 
     def is_worth(block: str, run: Sequence[Eqn]) -> bool:
-        worth = block != leave and times[block] * costs.gain(run) > least
+        worth = may_be(block, run) and times[block] * costs.gain(run) > least
         if worth:
             regions[str(block)] = (*regions.get(str(block), ()), run[0].outputs[0].name)
         return worth
 
-    with_blocks, names = lower.with_regions(program, is_worth)
+    with_blocks, names = lower.with_regions(program, is_worth, divided)
     return with_blocks, names, regions
 
 

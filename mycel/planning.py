@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from mycel import lower, plan
 from mycel.errors import PlanError
-from mycel.ir import DEVICE, Atom, Block, Layout, Mesh, Program, Var, call
+from mycel.ir import DEVICE, Atom, Block, Eqn, Layout, Mesh, Program, Var, call
 from mycel.offloading import Mover, PipelineMover, Spaces, StepOutcome, Way, with_moves
 from mycel.placing import Given, PlacedStep, outlined
 from mycel.plan import (
@@ -190,7 +190,8 @@ class LaidOut:
         if done.pipeline is None:
             return Mover(done, self.task.body, self.clock, self.plan.offload, spaces, way, compiled)
         count = len(done.pipeline.programs)
-        return PipelineMover.of(outcome, [self.clock] * count, [compiled] * count, self.plan.offload, spaces, way)
+        of_ranks = done.regions_of if self._outlines else [compiled] * count
+        return PipelineMover.of(outcome, [self.clock] * count, of_ranks, self.plan.offload, spaces, way)
 
     def under(self, prices: Sequence[float]) -> Outcome:
         """Lowered, where keeping a byte costs so many seconds; several prices may mean the same."""
@@ -211,21 +212,19 @@ class LaidOut:
         """Lowered, with these values kept for backward."""
         is_woven = self.plan.at_once > 1 or self.plan.is_pipeline
         resident = lower.with_residuals(self.local, residuals, self.spread, is_woven)
-        names, regions = frozenset[str](), dict[str, tuple[str, ...]]()
-        if self.task.compiled and self.task.outlines:
-            resident, names, regions = self._outlined(resident)
         if self.plan.is_pipeline:
-            return self._in_stages(residuals, resident, names, regions)
+            return self._in_stages(residuals, resident)
+        names, regions = frozenset[str](), dict[str, tuple[str, ...]]()
+        if self._outlines:
+            resident, names, regions = outlined(resident, self.clock, self.task.hardware)
         done = lower.Lowered(lower.finished(resident, self.spread, self.plan), names, self.spread)
         return Outcome(residuals, done, self.clock(done.program, self.compiled(done)), regions=regions)
 
-    def _in_stages(
-        self,
-        residuals: Residuals,
-        resident: Program,
-        names: frozenset[str],
-        regions: Mapping[str, tuple[str, ...]],
-    ) -> Outcome:
+    @property
+    def _outlines(self) -> bool:
+        return self.task.compiled and self.task.outlines
+
+    def _in_stages(self, residuals: Residuals, resident: Program) -> Outcome:
         """A pipeline: cut as the plan says or by the clock, its schedule as named or searched."""
         assert self.plan.decided is not None
         body = self.task.body
@@ -234,11 +233,11 @@ class LaidOut:
 
         def cut_at(units: Sequence[int]) -> Outcome:
             starts = tuple(flow.block.eqns[i].outputs[0].name for i in units)
-            return self._cut_at(starts, summed, residuals, names, regions)
+            return self._cut_at(starts, summed, residuals)
 
         if not isinstance(self.plan.stages, int):
             return cut_at(plan.starts_of(flow, self.plan.stages))
-        cutter = self._cutter(flow, names)
+        cutter = self._cutter(flow)
         room, outcomes = None, list[Outcome]()
         for _ in range(CUTS):  # what a stage needs is estimated before it is cut, and known once it is
             starts = cutter.best(room)
@@ -252,39 +251,48 @@ class LaidOut:
             room = needs - (1.0 if too_much < NEARLY * (budget or 0) else 0.75 * too_much)
         return min(outcomes, key=lambda x: x.times.peak[DEVICE])
 
-    def _cut_at(
-        self,
-        starts: tuple[str, ...],
-        summed: Program,
-        residuals: Residuals,
-        names: frozenset[str],
-        regions: Mapping[str, tuple[str, ...]],
-    ) -> Outcome:
+    def _cut_at(self, starts: tuple[str, ...], summed: Program, residuals: Residuals) -> Outcome:
         """A pipeline whose stages begin at these values."""
         assert self.plan.decided is not None
         body = self.task.body
         decided = replace(self.plan.decided, residuals=residuals, stages=starts)
 
-        def under(schedule: str, orders: tuple[str, ...] = ()) -> lower.Lowered:
+        def under(schedule: str, orders: tuple[str, ...] = ()) -> tuple[lower.Lowered, Mapping[str, tuple[str, ...]]]:
             ordered = replace(self.plan, schedule=schedule, decided=replace(decided, orders=orders))
-            return lower.staged(summed, names, self.spread, ordered, body)
+            done = lower.staged(summed, self.spread, ordered, body)
+            regions = self._regions_by_rank(done) if self._outlines else {}
+            within = replace(decided, orders=orders, compiled=self._outlines, regions=regions)
+            return lower.with_regions_by_rank(done, replace(ordered, decided=within)), regions
 
         orders: tuple[str, ...] = ()
         if self.plan.schedule == "searched":
-            split = under("zbh1")
+            split, _ = under("zbh1")
             assert split.pipeline is not None
             schedule = split.pipeline.schedule
             best = plan.searched(schedule.place, schedule.microbatches, self._stage_costs(split))
             orders = plan.orders_text(best)
-        done = under(self.plan.schedule, orders)
+        done, regions = under(self.plan.schedule, orders)
         costs = self._stage_costs(done)
         times = self._pipeline_times(done, costs)
         return Outcome(residuals, done, times, steps=costs, regions=regions, stages=starts, orders=orders)
 
-    def _cutter(self, flow: StepFlow, regions: frozenset[str]) -> StageCutter:
+    def _regions_by_rank(self, done: lower.Lowered) -> dict[str, tuple[str, ...]]:
+        """What of the steps of stages, and of the update, is compiled as one: wherever it pays on some rank."""
+        assert done.pipeline is not None
+        steps, regions = plan.step_names(done.pipeline.schedule.stages), dict[str, tuple[str, ...]]()
+        for program in done.pipeline.programs:
+
+            def may_be(block: str, run: Sequence[Eqn], entry: str = program.entry) -> bool:
+                return block != entry or all(eqn.phase == "update" for eqn in run)
+
+            for block, firsts in outlined(program, self.clock, self.task.hardware, may_be, steps)[2].items():
+                regions[block] = tuple(dict.fromkeys((*regions.get(block, ()), *firsts)))
+        return regions
+
+    def _cutter(self, flow: StepFlow) -> StageCutter:
         """What there is to cut, by the clock, and what stages would hold."""
         assert self.clock.links is not None and isinstance(self.plan.stages, int)
-        compiled = flow.program.blocks if self.task.compiled and not self.task.outlines else regions
+        compiled = flow.program.blocks if self.task.compiled else ()
         blocks = plan.cut_blocks(flow, self.clock, self.clock.links.of((plan.STAGE_AXIS,)), compiled)
         like = replace(self.plan, schedule="1f1b") if self.plan.schedule == "searched" else self.plan
         in_flight = like.schedule_of(flow.body.length).in_flight
@@ -303,9 +311,6 @@ class LaidOut:
         assert done.pipeline is not None
         alone = [self.clock(p, self.compiled(done)) for p in done.pipeline.programs]
         return plan.beside_each_other(done.pipeline.schedule, costs, alone)
-
-    def _outlined(self, resident: Program) -> tuple[Program, frozenset[str], dict[str, tuple[str, ...]]]:
-        return outlined(resident, self.clock, self.task.hardware)
 
     def compiled(self, done: lower.Lowered) -> Collection[str]:
         """The blocks that a compiler takes whole: without outlines, as if that were all."""

@@ -4,6 +4,7 @@ are under way while the other computes, and the clock sees it."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from mycel.lower.stage_sums import plain_sums
 from mycel.ops import o
 from mycel.parts import ShardedModel
 from mycel.plan import CPU, Plan
-from mycel.plan.schedule import named, splits
+from mycel.plan.hardware import KNOWN
+from mycel.plan.schedule import named, splits, step_names
 from mycel.plan.stages import StepFlow
 from mycel.planning import Task, planned
 
@@ -62,6 +64,35 @@ def test_two_at_once_are_one_after_the_other(name, one):
     assert scan.params["length"] == 2
     compared(one.made.program, done.spread, plan.mesh, start_values(one), done.program)
     assert str(lowered(one, Plan.read(decided.data()))[1].program) == str(done.program)
+
+
+LLAMA = {"*.[qkv]_proj.weight": ["tp", "-"], "*.o_proj.weight": ["-", "tp"], "*.mlp.[gu]*.weight": ["tp", "-"],
+         "*.down_proj.weight": ["-", "tp"]}  # fmt: skip
+
+
+def test_regions_leave_sums_alone():
+    """Of a large Llama on a GPU, where stretches of equations are compiled as one: sums over microbatches are still
+    seen, which two at once hand on, and stages are cut around."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16, "vocab_size": 8192}
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, use_cache=False)).to(torch.bfloat16)
+    ids = torch.zeros(8, 1024, dtype=torch.long, device="meta")
+    one = OneDevice.of(model, {"input_ids": ids, "labels": ids}, accumulate=4)
+    gpu = replace(KNOWN["H200"], memory=139 << 30)
+    split = {"mesh": {"tp": 2}, "parameters": LLAMA}
+    for more in ({**split, "at_once": 2}, {"stages": 2, "schedule": "zbv"}, {**split, "stages": 2, "at_once": 2}):
+        plan = Plan.read({"microbatches": 4, **more})
+        given, gathered = ShardedModel(one.model, one.optimizer, plan.inside).given(one.made)
+        task = Task(one.made.program, one.made.body, gpu, True, given, gathered)
+        decided, done = planned(task, plan)
+        again = planned(task, Plan.read(decided.data()))[1]
+        assert done.regions and again.regions_of == done.regions_of
+        pairs = zip(done.pipeline.programs, again.pipeline.programs, strict=True) if done.pipeline else ()
+        assert all(str(a) == str(b) for a, b in pairs) and str(again.program) == str(done.program)
+        for regions, program in zip(done.regions_of, done.pipeline.programs if done.pipeline else (), strict=True):
+            assert regions and not regions & step_names(2) and all(name in program.blocks for name in regions)
 
 
 STAGED = {

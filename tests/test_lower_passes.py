@@ -408,7 +408,7 @@ def test_split_calls():
     split = prune(replace(program, blocks={**splitter.blocks, "main": main}))
     change("split_calls", program, split)
     same(program, split)
-    assert len(first) == len(second) == 1 and set(splitter.derived.values()) == {"layer"}
+    assert len(first) == len(second) == 1 and set(splitter.blocks) > set(program.blocks)
 
 
 def test_compress():

@@ -8,6 +8,7 @@ from mycel.lower.hoist import hoist
 from mycel.lower.lowered import (
     Lowered,
     finished,
+    is_chosen,
     local_of,
     local_of_place,
     lowered,
@@ -16,6 +17,7 @@ from mycel.lower.lowered import (
     with_moves,
     with_moves_by_rank,
     with_regions,
+    with_regions_by_rank,
     with_residuals,
 )
 from mycel.lower.offload import gradients_may_leave, hosted_updates, offload, split_updates, with_copies
@@ -47,6 +49,7 @@ __all__ = [
     "hoist",
     "hosted_updates",
     "in_places",
+    "is_chosen",
     "local_of",
     "local_of_place",
     "lowered",
@@ -73,5 +76,6 @@ __all__ = [
     "with_moves",
     "with_moves_by_rank",
     "with_regions",
+    "with_regions_by_rank",
     "with_residuals",
 ]  # fmt: skip

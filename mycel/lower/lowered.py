@@ -7,8 +7,8 @@ reside       what forward does not keep, backward computes again
 fp8_gates    gates that are computed in 8 bits at once
 hoist        what blocks gather, their callers gather
 fuse         updates of many parameters in one
-outline      stretches between calls that are compiled as one
 stages       of a pipeline: one program for the ranks of each, what they send encoded where the plan says so
+outline      stretches between calls that are compiled as one
 interleave   two microbatches at once, where the plan says so
 overlap      collectives begin early and end late
 gathers      of parameters, on encoded bytes
@@ -17,7 +17,7 @@ offload      values leave for the host and come back
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mycel import transform
@@ -34,14 +34,14 @@ from mycel.lower.overlap import overlap
 from mycel.lower.residency import reside
 from mycel.lower.stage_sums import plain_sums
 from mycel.lower.stages import Pipeline, pipelined
-from mycel.plan import STAGE_AXIS, Offloaded, Plan, Residuals, StepBody
+from mycel.plan import STAGE_AXIS, Offloaded, Plan, Residuals, StepBody, step_names
 
 
 @dataclass(frozen=True)
 class Lowered:
     """The program of every rank, the blocks of it to compile; and on several ranks how it was spread.  Of a pipeline
-    `program` is that of the ranks of one place, the first, and `pipeline` has all of them; where each place has a mesh
-    of its own, `spreads` says how the program of each was, and `regions_of` what of it is compiled."""
+    `program` is that of the ranks of one place, the first, and `pipeline` has all of them; `regions_of` says what of
+    each is compiled, and `spreads` how it was spread, where each place has a mesh of its own."""
 
     program: Program
     regions: frozenset[str] = frozenset()
@@ -65,14 +65,13 @@ def lowered(program: Program, plan: Plan) -> Lowered:
     spread = distribute(program, inside) if inside.mesh.world > 1 else None
     local = local_of(program, spread, plan.is_pipeline, rows=plan.sent_codecs().get("experts", ""))
     resident = with_residuals(local, plan.decided.residuals, spread, plan.at_once > 1 or plan.is_pipeline)
-    names = frozenset[str]()
-    if plan.decided.compiled:
-        chosen = plan.decided.regions
-        resident, names = with_regions(resident, lambda block, run: run[0].outputs[0].name in chosen.get(block, ()))
     if plan.is_pipeline:
         body = plan.decided.residuals.body
-        done = staged(summed_for_stages(resident, plan, body), names, spread, plan, body)
-        return with_moves_by_rank(done, plan.decided.moved_by_rank)
+        done = staged(summed_for_stages(resident, plan, body), spread, plan, body)
+        return with_moves_by_rank(with_regions_by_rank(done, plan), plan.decided.moved_by_rank)
+    names = frozenset[str]()
+    if plan.decided.compiled:
+        resident, names = with_regions(resident, is_chosen(plan.decided.regions))
     return with_moves(Lowered(finished(resident, spread, plan), names, spread), plan.decided.moved)
 
 
@@ -81,17 +80,29 @@ def summed_for_stages(resident: Program, plan: Plan, body: str) -> Program:
     return plain_sums(interleave(resident, body, staged=True) if plan.at_once > 1 else resident, body)
 
 
-def staged(summed: Program, regions: frozenset[str], spread: Distributed | None, plan: Plan, body: str) -> Lowered:
-    """The stages of a step with plain sums, as its plan has decided."""
+def staged(summed: Program, spread: Distributed | None, plan: Plan, body: str) -> Lowered:
+    """The stages of a step with plain sums, as its plan has decided; what of them is compiled, and the order of their
+    messages, comes with regions."""
     assert plan.decided is not None
     parts = StepBody.of(summed, body).length
     schedule = plan.schedule_of(parts)
     pipeline = pipelined(summed, body, plan.decided.stages, schedule, STAGE_AXIS)
     codec = plan.sent_codecs().get("stages")
     programs = encode_sends(pipeline.programs, codec) if codec else pipeline.programs
-    done = replace(pipeline, programs=tuple(check(overlap(check(p))) for p in programs))
-    names = regions | {name for name, of in pipeline.derived.items() if of in regions}
-    return Lowered(done.programs[0], names, spread, done)
+    return Lowered(programs[0], frozenset(), spread, replace(pipeline, programs=tuple(map(check, programs))))
+
+
+def with_regions_by_rank(done: Lowered, plan: Plan) -> Lowered:
+    """The same, where the steps of stages are made of regions as decided, and wait for messages as late as they can."""
+    assert done.pipeline is not None and plan.decided is not None
+    programs, names = list(done.pipeline.programs), [frozenset[str]()] * len(done.pipeline.programs)
+    if plan.decided.compiled:
+        steps, chosen = step_names(done.pipeline.schedule.stages), is_chosen(plan.decided.regions)
+        outlined = [with_regions(program, chosen, steps) for program in programs]
+        programs, names = [program for program, _ in outlined], [regions for _, regions in outlined]
+    pipeline = replace(done.pipeline, programs=tuple(check(overlap(p)) for p in programs))
+    every = frozenset().union(*names)
+    return replace(done, program=pipeline.programs[0], regions=every, pipeline=pipeline, regions_of=tuple(names))
 
 
 def local_of(
@@ -125,11 +136,21 @@ def with_residuals(local: Program, residuals: Residuals, spread: Distributed | N
     if spread is None:
         return check(transform.fuse(resident))
     ordered = check(transform.fuse(hoist(resident)))
-    return ordered if is_woven else check(beside(ordered))
+    # before regions are outlined: sums that travel, and what forward adds for nothing, would be inside of them
+    return plain_sums(ordered, residuals.body) if is_woven else check(beside(ordered))
 
 
-def with_regions(resident: Program, is_worth: Callable[[str, Sequence[Eqn]], bool]) -> tuple[Program, frozenset[str]]:
-    outlined, names = transform.outline(resident, is_worth)
+def is_chosen(regions: Mapping[str, Collection[str]]) -> Callable[[str, Sequence[Eqn]], bool]:
+    """Does a stretch of a block begin with one of the values that were decided for it?"""
+    return lambda block, run: run[0].outputs[0].name in regions.get(block, ())
+
+
+def with_regions(
+    resident: Program, is_worth: Callable[[str, Sequence[Eqn]], bool], divided: Collection[str] = ()
+) -> tuple[Program, frozenset[str]]:
+    """Stretches of equations that are worth it as blocks, and what is compiled; `divided`: blocks that are not taken
+    whole."""
+    outlined, names = transform.outline(resident, is_worth, divided)
     return check(outlined), frozenset(names)
 
 

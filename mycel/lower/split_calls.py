@@ -32,11 +32,10 @@ class HalfCalls:
 
 @dataclass
 class CallSplitter:
-    """Splits equations of one block; `blocks` grows by the halves of those they call, `derived` says of what."""
+    """Splits equations of one block; `blocks` grows by the halves of those they call."""
 
     blocks: dict[str, Block]
     around: Block
-    derived: dict[str, str] = field(default_factory=dict)
     _halves: dict[tuple[str, frozenset[int]], HalfCalls | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -99,16 +98,16 @@ class CallSplitter:
         before = Block(tuple(block.inputs[i] for i in takes), tuple(e for _, e in first), tuple(outs))
         inputs = (*(block.inputs[i] for i in second_inputs), *passed)
         after = Block(inputs, tuple(e for _, e in second), tuple(block.outputs[i] for i in late))
-        names_of = self._entered(f"{name}_inputs", before, name), self._entered(f"{name}_weights", after, name)
+        names_of = self._entered(f"{name}_inputs", before), self._entered(f"{name}_weights", after)
         return HalfCalls(*names_of, takes, at_once, passed, second_inputs, late)
 
-    def _entered(self, name: str, block: Block, of: str) -> str:
+    def _entered(self, name: str, block: Block) -> str:
         """The free name under which a block is in the table now."""
         unique, i = name, 1
         while unique in self.blocks:
             i += 1
             unique = f"{name}_{i}"
-        self.blocks[unique], self.derived[unique] = block, of
+        self.blocks[unique] = block
         return unique
 
 

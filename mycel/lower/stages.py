@@ -48,7 +48,6 @@ class Pipeline:
     schedule: PipelineSchedule
     owners: Mapping[Role, tuple[int, ...]]
     users: Mapping[Role, tuple[int, ...]]
-    derived: Mapping[str, str]  # blocks that were split -> the block they come from
 
 
 def pipelined(program: Program, body: str, starts: Sequence[str], schedule: PipelineSchedule, axis: str) -> Pipeline:
@@ -80,7 +79,7 @@ def pipeline_of(
     owners = {
         program.role(v): tuple(r for r, roles in held.items() if program.role(v) in roles) for v in program.inputs
     }
-    return Pipeline(programs, schedule, owners, _users(parts, schedule), parts.splitter.derived)
+    return Pipeline(programs, schedule, owners, _users(parts, schedule))
 
 
 def _users(parts: StageParts, schedule: PipelineSchedule) -> dict[Role, tuple[int, ...]]:

@@ -17,7 +17,7 @@ units stay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from mycel.ir import Block, Builder, Eqn, Program, Ref, Var, call, cond, custom, loop, order, prune, scan
@@ -52,10 +52,13 @@ def _size(eqn: Eqn, sizes: dict[str, float]) -> float:
     return 1
 
 
-def outline(program: Program, is_worth: Callable[[str, Sequence[Eqn]], bool]) -> tuple[Program, set[str]]:
+def outline(
+    program: Program, is_worth: Callable[[str, Sequence[Eqn]], bool], divided: Collection[str] = ()
+) -> tuple[Program, set[str]]:
     """The program with those stretches of plain equations that are worth a compiler's seconds as blocks; and the names
-    of the blocks to compile.  `is_worth` is asked with the name of the block that a stretch stands in."""
-    whole = units(program)
+    of the blocks to compile.  `is_worth` is asked with the name of the block that a stretch stands in.  `divided`:
+    blocks that are not taken whole, however small."""
+    whole = units(program).difference(divided)
     blocks = dict(program.blocks)
     outlined: set[str] = set()
     for name in order(program):
