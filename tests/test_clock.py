@@ -16,11 +16,12 @@ from models import llama
 import mycel
 from mycel import lower, plan, transform
 from mycel.errors import PlanError
-from mycel.ir import DEVICE, GRAIN, OPS, Mesh, Program, Var, check
+from mycel.ir import DEVICE, GRAIN, OPS, Mesh, Program, Type, Var, check
+from mycel.ops import o
 from mycel.plan import CPU, Clock, Costs, Plan, clock
 from mycel.plan.clock import COMPUTE, size
 from mycel.plan.cost import TURNS
-from mycel.plan.hardware import Hardware, hardware_of, probed, rate
+from mycel.plan.hardware import KNOWN, Hardware, hardware_of, probed, rate
 from mycel.plan.kernels import moments
 from mycel.plan.links import Link, Links, fitted, message
 
@@ -203,6 +204,29 @@ def test_a_message_inside_a_block_costs_what_it_costs_outside(compiled):
         == clock(inside, CPU, LINKS, ["layer"] if compiled else []).seconds
     )
     assert Costs(outside, CPU, compiled, LINKS).seconds(outside.main.eqns[0]) == seconds
+
+
+def test_starts_of_short_kernels_are_hidden_on_a_gpu():
+    """They wait in a queue there; a CPU starts each when the one before has ended."""
+    gpu = replace(KNOWN["H200"], memory=1 << 37)
+    for seconds in (0.0, 1e-7, 1e-6, 1e-5, 1e-3):
+        start = gpu.started(seconds) - seconds
+        assert 0 <= start <= min(seconds, gpu.launch_s) and near(CPU.started(seconds), seconds + CPU.launch_s)
+    assert start > 0.99 * gpu.launch_s
+
+
+def test_a_kernel_of_one_element_is_a_product():
+    """A convolution with it has a rate of its own, where that was measured, in both directions; with groups it is as
+    others."""
+    x, w, y = Type(torch.float32, (2, 4, 6, 6)), (8, 4, 1, 1), Type(torch.float32, (2, 8, 6, 6))
+    window = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
+    assert o.conv.rate_of([x, Type(torch.float32, w)], window) == "conv_point"
+    assert o.conv_weight.rate_of([y, x], {**window, "shape": w}) == "conv_point"
+    assert o.conv_transpose.rate_of([y, Type(torch.float32, w)], {**window, "output_padding": (0, 0)}) == "conv_point"
+    assert o.conv.rate_of([x, Type(torch.float32, (8, 4, 3, 3))], window) == "conv"
+    assert o.conv.rate_of([x, Type(torch.float32, (8, 1, 1, 1))], {**window, "groups": 4}) == "conv"
+    device = replace(CPU, rates={"conv.fp32": ((1e3, 1e9), (1e9, 1e9))})
+    assert device.flops(torch.float32, "conv_point", 1e6) == 1e9  # of a probe that did not measure it
 
 
 def test_what_is_standardised_across_rows_is_read_twice():

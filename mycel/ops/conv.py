@@ -43,6 +43,12 @@ def conv_flops(d):
     return 2 * d.n * d.o * d.c * math.prod(n for name, n in vars(d).items() if name[0] in "ky")
 
 
+def conv_rate(x, w, *rest, groups, shape=None, **window):
+    """With a kernel of one element it is a product of matrices."""
+    kernel = (w.shape if shape is None else shape)[2:]
+    return "conv_point" if groups == 1 and math.prod(kernel) == 1 else "conv"
+
+
 def conv_dims(x, w, *, stride, padding, dilation, groups):
     k = len(stride)
     ins = ("n c+", "o c") if groups == 1 else ("n C^", "o^ c^")
@@ -76,7 +82,7 @@ def conv_vjp(g, y, x, w, *, groups, **window):
         "f[2,4,5,5], f[4,1,2,2], stride=(2,2), padding=(0,0), dilation=(1,1), groups=4",
     ],
     product=True,
-    rate="conv",
+    rate=conv_rate,
     apart=True,
     precision="low",
 )
@@ -131,7 +137,7 @@ def conv_bias_expand(x, w, b, **params):
         "f[2,4,6,5], f[6,2,3,2], f[6], stride=(2,1), padding=(1,0), dilation=(1,2), groups=2",
     ],
     product=True,
-    rate="conv",
+    rate=conv_rate,
     apart=True,
 )
 def conv_bias(x, w, b, *, stride, padding, dilation, groups):
@@ -168,7 +174,7 @@ def conv_transpose_vjp(g, y, x, w, *, output_padding, **params):
         ),
     ],
     apart=True,
-    rate="conv",
+    rate=conv_rate,
     precision="low",
 )
 def conv_transpose(x, w, *, stride, padding, dilation, groups, output_padding):
@@ -205,7 +211,7 @@ def conv_weight_vjp(g, y, gy, x, *, shape, groups, **window):
         "f[2,4,3,3,3], f[2,2,4,4,3], shape=(4,2,2,2,1), stride=(1,2,1), padding=(0,1,0), dilation=(1,1,1), groups=1",
     ],
     product=True,
-    rate="conv",
+    rate=conv_rate,
     apart=True,
     fresh=True,
 )

@@ -95,7 +95,7 @@ class Costs:
         dtype = next((v.dtype for v in eqn.vars if v.dtype.is_floating_point), eqn.outputs[0].dtype)
         padded = not kind or (self.compiled if compiled is None else compiled)
         computing = cost.flops / self.hardware.flops(dtype, kind, cost.flops, 8 if padded else alignment(eqn))
-        seconds = max(computing, cost.bytes / self.hardware.bandwidth(cost.bytes)) + self.hardware.launch_s
+        seconds = self.hardware.started(max(computing, cost.bytes / self.hardware.bandwidth(cost.bytes)))
         if eqn.op.converts is None:
             return seconds
         moved = eqn.op.converts(*eqn.input_types, **eqn.params)
@@ -124,9 +124,8 @@ class Costs:
                 read |= new
                 moved = _passes(eqn) * sum(min(v.type.bytes, shown.get(v, v).type.bytes) for _, v in new)
                 moved += sum(v.type.bytes for v in eqn.outputs if v in there)
-                seconds.append(
-                    moved / self.hardware.bandwidth(moved) + (0.0 if group in started else self.hardware.launch_s)
-                )
+                moving = moved / self.hardware.bandwidth(moved)
+                seconds.append(moving if group in started else self.hardware.started(moving))
                 started.add(group)
         return seconds
 

@@ -104,6 +104,13 @@ class Hardware:
         curve = self.rates.get("memory")
         return self.reach * (rate(curve, size) if curve else self.bytes_s)
 
+    def started(self, seconds: float) -> float:
+        """Seconds of a kernel that runs so long, with its start.  A GPU starts kernels that wait in a queue: of short
+        ones less is seen (hundreds of kernels for the statistics of ResNet-50's norms take 2 to 3 us each)."""
+        if not self.memory:
+            return seconds + self.launch_s
+        return seconds + self.launch_s * seconds / ((seconds + self.launch_s) or 1.0)
+
     def move_s(self, size: float) -> float:
         """Seconds of copying so many bytes between host and device."""
         return size / self.host_bytes_s + self.launch_s

@@ -26,6 +26,7 @@ import torch
 from torch.nn import functional as F
 
 from mycel.ir import OPS, Mesh, type_of
+from mycel.ops.conv import channels_last
 from mycel.ops.sdpa import counted
 from mycel.run.allocator import keep_freed_memory
 from mycel.run.processes import Processes, world
@@ -46,6 +47,7 @@ SIZES = {  # by device: what is small and what is large there
         "product": [16, 32, 64, 128, 256, 512, 768],
         "attention": [(2, 4, 32, 16), (2, 4, 128, 32), (4, 8, 128, 64)],
         "conv": [(2, 8, 16), (4, 32, 16), (4, 64, 28)],
+        "conv_point": [(2, 24, 16), (4, 96, 16), (4, 192, 28)],
         "message": [(1 << 10, 20), (1 << 14, 20), (1 << 17, 10), (1 << 20, 6), (1 << 23, 2)],
     },
     "cuda": {
@@ -56,6 +58,7 @@ SIZES = {  # by device: what is small and what is large there
             *[(4, 8, 256, 128), (4, 8, 1024, 128), (4, 16, 2048, 128), (4, 32, 4096, 128)],
         ],
         "conv": [(32, 64, 56), (128, 128, 28), (128, 256, 28), (256, 256, 28)],
+        "conv_point": [(32, 256, 14), (128, 256, 14), (128, 512, 14), (128, 1024, 14)],
         "message": [(1 << 12, 20), (1 << 16, 20), (1 << 20, 10), (1 << 24, 5), (1 << 27, 3)],
     },
 }
@@ -107,7 +110,8 @@ class Probe:
             self.say(f"products, attention and convolutions in {name}")
             rates[f"product.{name}"] = list(self._products(dtype))
             rates.update((f"{kind}.{name}", curve) for kind, curve in self._attention(dtype).items())
-            rates[f"conv.{name}"] = list(self._convolutions(dtype))
+            rates[f"conv.{name}"] = list(self._convolutions(dtype, 3))
+            rates[f"conv_point.{name}"] = list(self._convolutions(dtype, 1))
         measurements = {
             "device": torch.cuda.get_device_properties(self.device).name if is_cuda else "CPU",
             "processes": self.ranks.mesh.world,
@@ -282,18 +286,18 @@ class Probe:
                     curves.setdefault(op.rate_of(types, how), []).append([flops, flops / seconds])
         return curves
 
-    def _convolutions(self, dtype: torch.dtype) -> Iterator[list[float]]:
-        """3 x 3, forward and both gradients together."""
-        for batch, channels, side in self.sizes["conv"]:
+    def _convolutions(self, dtype: torch.dtype, side: int) -> Iterator[list[float]]:
+        """With kernels of side x side, forward and both gradients together; operands lie as steps have them."""
+        for batch, channels, size in self.sizes["conv" if side > 1 else "conv_point"]:
             x, w = (
-                self._rand(batch, channels, side, side, dtype=dtype),
-                self._rand(channels, channels, 3, 3, dtype=dtype),
+                channels_last(self._rand(*shape, dtype=dtype))
+                for shape in ((batch, channels, size, size), (channels, channels, side, side))
             )
-            flops = 2 * batch * side * side * channels * channels * 9
+            flops = 2 * batch * size * size * channels * channels * side * side
 
             def both(x: torch.Tensor = x, w: torch.Tensor = w) -> None:
-                y = F.conv2d(x, w, padding=1)
-                how = [1, 1], [1, 1], [1, 1], False, [0, 0], 1, [True, True, False]
+                y = F.conv2d(x, w, padding=side // 2)
+                how = [1, 1], [side // 2, side // 2], [1, 1], False, [0, 0], 1, [True, True, False]
                 torch.ops.aten.convolution_backward(y, x, w, None, *how)
 
             yield [flops, 3 * flops / self.work(both)]
