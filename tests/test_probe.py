@@ -21,6 +21,7 @@ TINY = {
     "product": [4, 8, 16],
     "attention": [(1, 2, 8, 8)],
     "conv": [(1, 2, 4)],
+    "conv_point": [(1, 2, 4)],
     "message": [(1 << 8, 1), (1 << 10, 1)],
 }
 
@@ -40,7 +41,15 @@ def test_one_process_measures_its_device(quick, tmp_path, monkeypatch):
     assert all(math.isfinite(y) and y > 0 and x > 0 for curve in data["rates"].values() for x, y in curve)
     monkeypatch.setenv("MYCEL_PROBE", str(file))
     device = hardware_of(torch.device("cpu"))
-    kinds = ("product", "conv", "attention", "attention_grad", "attention_causal", "attention_grad_causal")
+    kinds = (
+        "product",
+        "conv",
+        "conv_point",
+        "attention",
+        "attention_grad",
+        "attention_causal",
+        "attention_grad_causal",
+    )
     assert {f"{kind}.fp32" for kind in kinds} <= device.rates.keys()
     assert device.links(Mesh(dp=2)) == CPU.links(Mesh(dp=2)), "without a level, the preset"
 
