@@ -3,7 +3,7 @@ schedule, microbatches and optimiser, in turns.
 
     python bench/pipeline.py [--ranks 2] [--schedules gpipe 1f1b zbv] [--microbatches 8]
     python bench/pipeline.py --bubbles [--ranks 4] [--waiting]
-    python bench/pipeline.py --cuts [--ranks 4] [--microbatches 4]
+    python bench/pipeline.py --cuts [--ranks 4] [--microbatches 4] [--waiting]
 
 Also said: the peak memory of the largest rank, as the system counts it.  Losses of the third step must agree.
 
@@ -14,7 +14,8 @@ product takes a fixed time and no core, as on a device of its own: then any numb
 
 --cuts: a Llama with a vocabulary of 128k, whose head takes as long as several layers, cut where the clock says against
 layers in equal numbers, in turns.  With fewer cores than ranks a long stage costs less than the clock says, as others
-have its core while they wait for it.
+have its core while they wait for it; with `--waiting` each product also waits for as long as a device of WAITING_FLOPS
+operations a second would take, without a core.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ import time
 from contextlib import nullcontext
 
 ROUNDS, STEPS, ROWS = 9, 2, 32
-PRODUCT_S = 10e-3  # of --waiting
+PRODUCT_S = 10e-3  # of --bubbles --waiting
+WAITING_FLOPS = 4e9  # of --cuts --waiting: far slower than a core, so that it hardly matters who has one
 PEERS = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B",
          "zbv": "ScheduleZBVZeroBubble", "dualpipev": "ScheduleDualPipeV"}  # fmt: skip
 
@@ -132,8 +134,8 @@ def cut_llama(way: str, microbatches: int, ranks: int):
     return (lambda: float(step(input_ids=ids, labels=ids))), step.plan.predicted.seconds
 
 
-def compare_cuts(microbatches: int, ranks: int) -> None:
-    worlds = {way: World(way, "1f1b", microbatches, ranks) for way in ("searched", "equal")}
+def compare_cuts(microbatches: int, ranks: int, waiting: bool) -> None:
+    worlds = {way: World(way, "1f1b", microbatches, ranks, waiting) for way in ("searched", "equal")}
     try:
         for _ in range(ROUNDS // 2):
             for world in worlds.values():
@@ -144,10 +146,11 @@ def compare_cuts(microbatches: int, ranks: int) -> None:
     mine, other = worlds["searched"], worlds["equal"]
     assert abs(mine.loss - other.loss) < 1e-3 * abs(other.loss), (mine.loss, other.loss)
     seconds = [statistics.median(w.seconds) for w in (mine, other)]
+    where = "products wait" if waiting else f"{os.cpu_count()} cores"
     print(
         f"128k Llama   {ranks} ranks {microbatches} microbatches   searched cut {seconds[0] * 1e3:8.1f}ms   "
         f"equal {seconds[1] * 1e3:8.1f}ms   {seconds[1] / seconds[0]:.2f}x (bar 1.0)   by the clock "
-        f"{other.predicted_s / mine.predicted_s:.2f}x   ({os.cpu_count()} cores)   loss {mine.loss:.6f} "
+        f"{other.predicted_s / mine.predicted_s:.2f}x   ({where})   loss {mine.loss:.6f} "
         f"{other.loss:.6f}",
         flush=True,
     )
@@ -175,16 +178,18 @@ class EqualLayers:
         return Layers()
 
 
-def waiting_products():
-    """In here a product takes PRODUCT_S without a core, whatever its size."""
-    import torch
+def waiting_products(flops_s: float = 0.0):
+    """In here a product waits without a core: as long as so many operations a second take, or PRODUCT_S whatever its
+    size."""
     from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils.flop_counter import flop_registry
 
     class Waiting(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is torch.ops.aten.mm.default:
-                time.sleep(PRODUCT_S)
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            if (flops := flop_registry.get(func.overloadpacket)) is not None:
+                time.sleep(flops(*args, **(kwargs or {}), out_val=result) / flops_s if flops_s else PRODUCT_S)
+            return result
 
     return Waiting()
 
@@ -247,8 +252,10 @@ def serve(way: str, schedule: str, microbatches: int) -> None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     predicted_s = 0.0
+    waiting = nullcontext()
     if way in ("searched", "equal"):
         step, predicted_s = cut_llama(way, microbatches, ranks)
+        waiting = waiting_products(WAITING_FLOPS) if "--waiting" in sys.argv else waiting
     else:
         step = ours(schedule, microbatches, ranks) if way == "ours" else torchs(schedule, microbatches, rank, ranks)
     for _ in range(3):
@@ -256,8 +263,9 @@ def serve(way: str, schedule: str, microbatches: int) -> None:
     print("ready", loss, predicted_s, flush=True)
     for _ in sys.stdin:
         start = time.perf_counter()
-        for _ in range(STEPS):
-            step()
+        with waiting:
+            for _ in range(STEPS):
+                step()
         print((time.perf_counter() - start) / STEPS, flush=True)
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, flush=True)
 
@@ -265,13 +273,13 @@ def serve(way: str, schedule: str, microbatches: int) -> None:
 class World:
     """The processes of one way."""
 
-    def __init__(self, way: str, schedule: str, microbatches: int, ranks: int) -> None:
+    def __init__(self, way: str, schedule: str, microbatches: int, ranks: int, waiting: bool = False) -> None:
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]
         base = {**os.environ, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
         base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"}
-        command = [sys.executable, __file__, "--serve", way, schedule, str(microbatches)]
+        command = [sys.executable, __file__, "--serve", way, schedule, str(microbatches), *["--waiting"] * waiting]
         self.ranks = [
             subprocess.Popen(
                 command,
@@ -343,7 +351,7 @@ def main() -> None:
     args = parser.parse_args()
     args.ranks, args.microbatches = args.ranks or (4 if args.cuts else 2), args.microbatches or (4 if args.cuts else 8)
     if args.cuts:
-        compare_cuts(args.microbatches, args.ranks)
+        compare_cuts(args.microbatches, args.ranks, args.waiting)
         return
     for schedule in (*args.schedules, "zbh1") if args.bubbles else ():
         launch_bubbles(schedule, args.microbatches, args.ranks, args.waiting)
