@@ -221,7 +221,7 @@ def _plan(
 
         functions = [a for a in rest if ":" in a and "=" not in a and not a.endswith((".yaml", ".yml"))]
         search = (
-            planner.question_of(functions[0], where, say)
+            planner.question_of(functions[0], where, say, [each for each in rest if each not in functions])
             if functions
             else planner.question(load(*_split(rest), PlannedConfig), where, say)
         )

@@ -25,11 +25,12 @@ COLORS = {"forward": "#4c78a8", "backward": "#f58518", "update": "#54a24b", "mes
 CUTS = ("#dbe7f3", "#fde3c8", "#dcefd9", "#ecdff0", "#fbd9d7")  # parts of a parameter
 AT_PEAK = 12  # values that are named
 STYLE = """
-body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1140px; padding: 0 1rem; color: #222; }
+body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1340px; padding: 0 1rem; color: #222; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 td, th { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
-td:first-child, th:first-child, td:last-child { text-align: left; }
+td:first-child, th:first-child, td:last-child, th:last-child { text-align: left; }
+.scroll td:last-child { white-space: normal; min-width: 16rem; }
 tr.best { background: #eef6ee; } .scroll { overflow-x: auto; } .quiet { color: #777; }
 svg text { font: 11px system-ui, sans-serif; fill: #444; }
 .cuts { display: flex; flex-wrap: wrap; gap: 1.2rem; } figure { margin: 0; } figcaption { font-size: 12px; }

@@ -12,7 +12,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,9 +28,13 @@ from mycel.sizes import parse_bytes
 from mycel.step import Step, train_step
 from mycel.train import models
 from mycel.train.assemble import adapt, make_optimizer
-from mycel.train.config import Config
+from mycel.train.config import Config, PlannedConfig, load
 
 Say = Callable[[str], None]
+
+STEP_SETTINGS = (
+    "parallel.mesh", "parallel.plan", "train.accumulate", "train.clip_norm", "train.memory", "train.precision",
+)  # fmt: skip
 
 
 def question(config: Config, cluster: Cluster, say: Say = lambda text: None) -> Search:
@@ -41,16 +45,12 @@ def question(config: Config, cluster: Cluster, say: Say = lambda text: None) -> 
     rows = train.batch * train.accumulate
     names = ("input_ids", "labels") if data.pack else ("input_ids", "labels", "attention_mask")
     batch = {name: torch.empty((rows, data.length), dtype=torch.int64, device="meta") for name in names}
-    given: dict[str, Any] = {"mesh": dict(config.parallel.mesh)} if config.parallel.mesh else {}
-    given |= {"microbatches": train.accumulate} if train.accumulate > 1 else {}
-    if isinstance(config.parallel.plan, dict):
-        given |= config.parallel.plan
     return search(
         outline.module,
         make_optimizer(config.optimizer, outline.module),
         batch,
         cluster,
-        given,
+        _given(config),
         say,
         parse_bytes(train.memory) if train.memory else None,
         precision=train.precision,
@@ -58,8 +58,16 @@ def question(config: Config, cluster: Cluster, say: Say = lambda text: None) -> 
     )
 
 
-def question_of(name: str, cluster: Cluster, say: Say = lambda text: None) -> Search:
-    """Plans for what a function of the user's makes."""
+def _given(config: Config) -> dict[str, Any]:
+    """What holds in every plan."""
+    given: dict[str, Any] = {"mesh": dict(config.parallel.mesh)} if config.parallel.mesh else {}
+    given |= {"microbatches": config.train.accumulate} if config.train.accumulate > 1 else {}
+    return given | (config.parallel.plan if isinstance(config.parallel.plan, dict) else {})
+
+
+def question_of(name: str, cluster: Cluster, say: Say = lambda text: None, settings: Sequence[str] = ()) -> Search:
+    """Plans for what a function of the user's makes; `settings`, a.b=c: those of a step and its plan."""
+    config = _settings_of_step(name, settings)
     module_name, _, function_name = name.partition(":")
     sys.path.insert(0, os.getcwd())
     try:
@@ -76,7 +84,29 @@ def question_of(name: str, cluster: Cluster, say: Say = lambda text: None) -> Se
             f"{name} returns {type(returned).__name__}\n"
             "  try       (model, batch) or (model, optimizer, batch), the batch by name: {'input_ids': …}"
         )
-    return search(returned[0], returned[1], dict(returned[2]), cluster, say=say)
+    written, memory = config.train.model_fields_set, config.train.memory
+    return search(
+        returned[0],
+        returned[1],
+        dict(returned[2]),
+        cluster,
+        _given(config),
+        say,
+        parse_bytes(memory) if memory else None,
+        **{key: getattr(config.train, key) for key in ("precision", "clip_norm") if key in written},
+    )
+
+
+def _settings_of_step(name: str, settings: Sequence[str]) -> Config:
+    """What is said about the step of a function's model, and nothing else."""
+    for setting in settings:
+        key = setting.partition("=")[0]
+        if key not in STEP_SETTINGS:
+            raise PlanError(
+                f"{setting} is no setting of a function's model: {name} says what the model, its optimizer and the "
+                f"batch are\n  try       {', '.join(STEP_SETTINGS)}"
+            )
+    return load(None, settings, PlannedConfig)
 
 
 def _made(name: str, make: Callable[[], Any]) -> Any:
