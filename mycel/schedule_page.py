@@ -13,7 +13,7 @@ from mycel.plan.schedule import BACKWARD, FORWARD, NAMES, WEIGHT, PipelineTimes
 
 WIDTH, LEFT, ROW, GAP = 1100, 70, 24, 4  # pixels
 COLORS = {FORWARD: "#4c78a8", BACKWARD: "#f58518", WEIGHT: "#54a24b"}
-NARROW = 22  # pixels of a box that has room for its name
+NARROW = 7  # pixels for each letter: boxes with less have no words
 
 
 def schedule_svg(times: PipelineTimes, seconds: float = 0.0) -> str:
@@ -32,7 +32,7 @@ def schedule_svg(times: PipelineTimes, seconds: float = 0.0) -> str:
                 f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{ROW}" fill="{COLORS[step.kind]}"{light} '
                 f'stroke="white" stroke-width="0.4"><title>{html.escape(title)}</title></rect>'
             )
-            if width > NARROW:
+            if width > NARROW * len(str(step)):
                 inside.append(f'<text x="{x + 3:.1f}" y="{y + ROW * 0.65:.0f}" fill="white">{step}</text>')
     height = times.schedule.ranks * (ROW + GAP) + 4
     size = f'width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
