@@ -56,11 +56,11 @@ class RoundTrip:
         if not self.comes:
             return f"{self.value.name}: {shown(self.value.type.bytes)}, leaves for good {self.leaves[0]}{hidden}"
         away = self.comes[0].start - self.leaves[0].end
-        there = f", {self.updated}" if self.updated else ""
-        back = there + "".join(f", back {c}" for c in self.comes)
+        updated = f", {self.updated}" if self.updated else ""
+        back = "".join(f", back {c}" for c in self.comes)
         return (
             f"{self.value.name}: {shown(self.value.type.bytes)}, away for {away * 1e3:.2f} ms; "
-            f"leaves {self.leaves[0]}{back}{hidden}"
+            f"leaves {self.leaves[0]}{updated}{back}{hidden}"
         )
 
 
@@ -81,8 +81,8 @@ def _of_block(program: Program, name: str, clock: Clock, compiled: Collection[st
         updates = {x: by_name[k] for k, x in new if isinstance(x, Var) and by_name[k].type.space == HOST}
     trips: dict[Var, RoundTrip] = {}
     for eqn, (start, end) in zip(block.eqns, spans, strict=False):
-        for p, new, text in _updated(eqn, end, clock) if eqn.on_host else ():
-            travel = trips[new] = trips.setdefault(p, RoundTrip(p, True))
+        for p, replaced, text in _updated(eqn, end, clock) if eqn.on_host else ():
+            travel = trips[replaced] = trips.setdefault(p, RoundTrip(p, True))
             travel.updated = text
         if not eqn.op.transfers:
             continue

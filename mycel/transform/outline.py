@@ -140,7 +140,9 @@ def _parts(run: Sequence[Eqn]) -> list[list[Eqn]]:
     return [[run[k] for k in sorted(part)] for part in parts] if in_order else [list(run)]
 
 
-def _outlined(blocks: dict[str, Block], name: str, run: Sequence[Eqn], later: Collection[Var], outlined: set[str]) -> Eqn:
+def _outlined(
+    blocks: dict[str, Block], name: str, run: Sequence[Eqn], later: Collection[Var], outlined: set[str]
+) -> Eqn:
     """A call of a new block that holds the run."""
     inner = {v for e in run for v in e.outputs}
     inputs = tuple(dict.fromkeys(v for e in run for v in e.vars if v not in inner))
