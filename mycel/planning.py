@@ -214,10 +214,11 @@ class LaidOut:
         resident = lower.with_residuals(self.local, residuals, self.spread, is_woven)
         if self.plan.is_pipeline:
             return self._in_stages(residuals, resident)
+        woven = lower.in_pairs(resident, self.spread, self.plan, self.task.body)
         names, regions = frozenset[str](), dict[str, tuple[str, ...]]()
         if self._outlines:
-            resident, names, regions = outlined(resident, self.clock, self.task.hardware)
-        done = lower.Lowered(lower.finished(resident, self.spread, self.plan), names, self.spread)
+            woven, names, regions = outlined(woven, self.clock, self.task.hardware)
+        done = lower.Lowered(lower.finished(woven, self.spread, self.plan), names, self.spread)
         return Outcome(residuals, done, self.clock(done.program, self.compiled(done)), regions=regions)
 
     @property

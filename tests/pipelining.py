@@ -1,7 +1,7 @@
 """A training step as a pipeline of simulated ranks beside the serial one.
 
 pipeline_equals   results on every stage, and new parameters, buffers and optimiser state on those that hold them, equal
-                  those of one device
+                  those of one device; stages_equal: the same of programs that are there already
 Tied              a small model whose head is its embedding
 random_starts     units at which stages begin, by chance
 """
@@ -82,6 +82,19 @@ def pipeline_equals(
     programs = [check(lower.overlap(p)) for p in pipeline.programs]
     assert known is not None or all(Program.parse(str(p), p.consts) == p for p in programs)
     mesh = inner.mesh if spread is not None and inner is not None else Mesh()
+    stages_equal(one, programs, spread, mesh, seed, poison)
+    return pipeline
+
+
+def stages_equal(
+    one: OneDevice,
+    programs: Sequence[Program],
+    spread: lower.Distributed | None,
+    mesh: Mesh,
+    seed: int = 0,
+    poison: bool = False,
+) -> None:
+    """The programs of the ranks of a pipeline, run together, give what the serial step does."""
     serial, values = one.made.program, start_values(one, seed, poison)
     layouts = spread.inputs if spread is not None else [Layout.whole(v.type.ndim) for v in serial.inputs]
     given = {
@@ -108,4 +121,3 @@ def pipeline_equals(
                 (whole - want).abs().max(),
             )
     assert seen == set(serial.updates)
-    return pipeline

@@ -1,7 +1,7 @@
 """A training step whose sub-models are on simulated ranks of their own beside the serial one.
 
 placed_equals   results on every place, and new parameters, buffers and optimiser state on those that hold them, equal
-                those of one device
+                those of one device; places_equal: the same of programs that are there already
 Towers          two encoders whose outputs meet in a loss
 """
 
@@ -18,7 +18,7 @@ import mycel
 from mycel.ir import Layout, Program
 from mycel.lower import Lowered
 from mycel.parts import ShardedModel
-from mycel.plan import CPU, Plan
+from mycel.plan import CPU, Hardware, Plan
 from mycel.planning import Task, planned
 from mycel.run import interpret, simulate_places
 from mycel.run.simulate import put_together, spread_out
@@ -61,18 +61,27 @@ def one_of(model: nn.Module, batch: Mapping[str, Any], written: Plan, **settings
     return OneDevice(model, batch, optimizer, step.unsharded(**batch))
 
 
-def task_of(one: OneDevice, written: Plan, budget: int | None = None, compiled: bool = False) -> Task:
+def task_of(
+    one: OneDevice, written: Plan, budget: int | None = None, compiled: bool = False, hardware: Hardware = CPU
+) -> Task:
     def at_place(i: int, program: Program) -> Any:
         made = type(one.made)(one.made.captured, program, one.made.groups, one.made.results, one.made.body)
         return ShardedModel(one.model, one.optimizer, written.at_place(i)).given(made)
 
-    return Task(one.made.program, one.made.body, CPU, compiled, budget=budget, at_place=at_place)
+    return Task(one.made.program, one.made.body, hardware, compiled, budget=budget, at_place=at_place)
 
 
 def placed_equals(
     one: OneDevice, written: Plan, seed: int = 0, poison: bool = False, compiled: bool = False
 ) -> Lowered:
     done = planned(task_of(one, written, compiled=compiled), written)[1]
+    places_equal(one, written, done, seed, poison)
+    return done
+
+
+def places_equal(one: OneDevice, written: Plan, done: Lowered, seed: int = 0, poison: bool = False) -> None:
+    """The programs of all places, run together, give what the serial step does."""
+    assert done.pipeline is not None
     n, serial = len(one.made.program.results), one.made.program
     wanted = interpret(serial, start_values(one, seed, poison))
     news = dict(zip(serial.updates, wanted[n:], strict=True))
@@ -86,7 +95,6 @@ def placed_equals(
             close = torch.allclose(whole, want, rtol=tolerance, atol=tolerance, equal_nan=True)
             assert close, (name, (whole - want).abs().max())
     assert seen == set(serial.updates)
-    return done
 
 
 def placed_results(

@@ -24,7 +24,7 @@ from mycel.errors import IRError, PlanError, RunError
 from mycel.ir import DEVICE, HOST, Layout, host_bytes
 from mycel.ops.space import settle_hosts
 from mycel.parts import ShardedModel
-from mycel.plan import CPU, Clock, Offloaded, StreamedInput, clock
+from mycel.plan import CPU, Clock, Offloaded, StreamedInput, clock, travels
 from mycel.planning import Task, planned
 from mycel.run import host_space, interpret, load, simulate
 from mycel.run.simulate import spread_out
@@ -238,6 +238,11 @@ def test_ranks_update_their_own_part(names, sizes):
         outs.append(simulate(done.program, mesh, values))
     for plain, moved in zip(*outs, strict=True):
         assert all(map(torch.equal, plain, moved))
+    texts = list(map(str, travels(done.program, Clock(CPU, CPU.links(mesh), moves=True))))
+    updated = [text for text in texts if "updated there" in text]
+    assert len(updated) == sum(e.params["count"] for e in done.program.main.eqns if e.on_host)
+    parts = [text for text in updated if "lives there" not in text]  # made in the step, and back in it
+    assert all("; leaves " in text and ", back " in text for text in parts) and bool(parts) == (names != "zero3")
 
 
 def test_stages_update_their_own_parameters():

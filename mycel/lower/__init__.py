@@ -8,6 +8,7 @@ from mycel.lower.hoist import hoist
 from mycel.lower.lowered import (
     Lowered,
     finished,
+    in_pairs,
     is_chosen,
     local_of,
     local_of_place,
@@ -48,6 +49,7 @@ __all__ = [
     "gradients_may_leave",
     "hoist",
     "hosted_updates",
+    "in_pairs",
     "in_places",
     "is_chosen",
     "local_of",

@@ -8,8 +8,8 @@ fp8_gates    gates that are computed in 8 bits at once
 hoist        what blocks gather, their callers gather
 fuse         updates of many parameters in one
 stages       of a pipeline: one program for the ranks of each, what they send encoded where the plan says so
-outline      stretches between calls that are compiled as one
 interleave   two microbatches at once, where the plan says so
+outline      stretches between calls that are compiled as one
 overlap      collectives begin early and end late
 gathers      of parameters, on encoded bytes
 offload      values leave for the host and come back
@@ -69,10 +69,15 @@ def lowered(program: Program, plan: Plan) -> Lowered:
         body = plan.decided.residuals.body
         done = staged(summed_for_stages(resident, plan, body), spread, plan, body)
         return with_moves_by_rank(with_regions_by_rank(done, plan), plan.decided.moved_by_rank)
-    names = frozenset[str]()
+    woven, names = in_pairs(resident, spread, plan, plan.decided.residuals.body), frozenset[str]()
     if plan.decided.compiled:
-        resident, names = with_regions(resident, is_chosen(plan.decided.regions))
-    return with_moves(Lowered(finished(resident, spread, plan), names, spread), plan.decided.moved)
+        woven, names = with_regions(woven, is_chosen(plan.decided.regions))
+    return with_moves(Lowered(finished(woven, spread, plan), names, spread), plan.decided.moved)
+
+
+def in_pairs(resident: Program, spread: Distributed | None, plan: Plan, body: str) -> Program:
+    """Two microbatches in one, where the plan says so."""
+    return interleave(resident, body) if spread is not None and plan.at_once > 1 else resident
 
 
 def summed_for_stages(resident: Program, plan: Plan, body: str) -> Program:
@@ -136,8 +141,7 @@ def with_residuals(local: Program, residuals: Residuals, spread: Distributed | N
     if spread is None:
         return check(transform.fuse(resident))
     ordered = check(transform.fuse(hoist(resident)))
-    # before regions are outlined: sums that travel, and what forward adds for nothing, would be inside of them
-    return plain_sums(ordered, residuals.body) if is_woven else check(beside(ordered))
+    return ordered if is_woven else check(beside(ordered))
 
 
 def is_chosen(regions: Mapping[str, Collection[str]]) -> Callable[[str, Sequence[Eqn]], bool]:
@@ -157,9 +161,6 @@ def with_regions(
 def finished(program: Program, spread: Distributed | None, plan: Plan) -> Program:
     if spread is None:
         return program
-    if plan.at_once > 1:
-        assert plan.decided is not None
-        program = interleave(program, plan.decided.residuals.body)
     ordered = check(overlap(program))
     shapes = {role.name: v.shape for v in spread.whole.inputs if (role := spread.whole.role(v)).kind == "parameter"}
     codecs = plan.gathered_codecs(shapes)

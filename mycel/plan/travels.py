@@ -5,6 +5,8 @@ moved            h: 64.00 MiB, away for 12.10 ms; leaves 1.20 - 2.40 ms, back 14
                  w.exp_avg: 16.00 MiB, lives there; comes 20.00 - 20.30 ms (waited for 0.10 ms), leaves 20.40 - 20.70 ms
                  w: 16.00 MiB, lives there; comes 0.00 - 0.30 ms, updated there 21.00 - 22.10 ms with 32.00 MiB of state
                  d_w: 16.00 MiB, leaves for good 18.00 - 18.30 ms, hidden
+                 w.part: 8.00 MiB, away for 1.40 ms; leaves 18.00 - 18.20 ms, updated there 18.30 - 19.40 ms with 16.00
+                 MiB of state, back 19.60 - 19.80 ms, hidden
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ class Copy:
 
 @dataclass
 class RoundTrip:
-    """A value and its copies; `home`: it lives on the host, where it may be `updated`."""
+    """A value and its copies; `home`: it lives on the host.  It may be `updated` there."""
 
     value: Var
     home: bool
@@ -54,10 +56,11 @@ class RoundTrip:
         if not self.comes:
             return f"{self.value.name}: {shown(self.value.type.bytes)}, leaves for good {self.leaves[0]}{hidden}"
         away = self.comes[0].start - self.leaves[0].end
+        updated = f", {self.updated}" if self.updated else ""
         back = "".join(f", back {c}" for c in self.comes)
         return (
             f"{self.value.name}: {shown(self.value.type.bytes)}, away for {away * 1e3:.2f} ms; "
-            f"leaves {self.leaves[0]}{back}{hidden}"
+            f"leaves {self.leaves[0]}{updated}{back}{hidden}"
         )
 
 
@@ -78,8 +81,9 @@ def _of_block(program: Program, name: str, clock: Clock, compiled: Collection[st
         updates = {x: by_name[k] for k, x in new if isinstance(x, Var) and by_name[k].type.space == HOST}
     trips: dict[Var, RoundTrip] = {}
     for eqn, (start, end) in zip(block.eqns, spans, strict=False):
-        for p, text in _updated(eqn, end, clock) if eqn.on_host else ():
-            trips.setdefault(p, RoundTrip(p, True)).updated = text
+        for p, replaced, text in _updated(eqn, end, clock) if eqn.on_host else ():
+            travel = trips[replaced] = trips.setdefault(p, RoundTrip(p, True))
+            travel.updated = text
         if not eqn.op.transfers:
             continue
         if eqn.op.effect:
@@ -97,10 +101,10 @@ def _of_block(program: Program, name: str, clock: Clock, compiled: Collection[st
     return iter({id(t): t for t in trips.values()}.values())
 
 
-def _updated(eqn: Eqn, end: float, clock: Clock) -> Iterator[tuple[Var, str]]:
-    """Parameters of an update on the host, and when it runs."""
+def _updated(eqn: Eqn, end: float, clock: Clock) -> Iterator[tuple[Var, Var, str]]:
+    """Parameters of an update on the host, what replaces them, and when it runs."""
     start = end - clock.hardware.update_s(sum(v.type.bytes for v in (*eqn.vars, *eqn.outputs)))
     for i in range(eqn.params["count"]):
-        (p, *state), _, _ = column(eqn, i)
+        (p, *state), (new, *_), _ = column(eqn, i)
         size = shown(sum(v.type.bytes for v in state))
-        yield p, f"updated there {start * 1e3:.2f} - {end * 1e3:.2f} ms with {size} of state"
+        yield p, new, f"updated there {start * 1e3:.2f} - {end * 1e3:.2f} ms with {size} of state"

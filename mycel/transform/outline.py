@@ -12,15 +12,17 @@ compiled as one.
 
 A *unit* is what a compiler gets at once: a block without branches, loops and effects, of at most `SIZE` equations with
 those of the blocks it calls.  Blocks that are too large, or hold what cannot be compiled, are cut up; their calls of
-units stay.
+units stay.  A stretch may go on into a later phase, but for what an equation of an earlier one still reads behind it
+(another microbatch's forward, where two are woven): then each phase has its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+import itertools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
-from mycel.ir import Block, Builder, Eqn, Program, Ref, Var, call, cond, custom, loop, order, prune, scan
+from mycel.ir import PHASES, Block, Builder, Eqn, Program, Ref, Var, call, cond, custom, loop, order, prune, scan
 from mycel.transform.inline import latest
 
 SIZE = 800  # equations of a unit
@@ -75,30 +77,41 @@ def _cut(
 ) -> Block:
     """A block with its stretches replaced by calls; the new blocks are entered."""
     block = blocks[name]
-    stretches = _stretches(block)
-    later: set[Var] = {v for v in block.outputs if isinstance(v, Var)}
+    # what is used later, and in which phase first
+    later = dict.fromkeys((v for v in block.outputs if isinstance(v, Var)), len(PHASES))
     eqns: list[Eqn] = []
-    for run in reversed(stretches):  # from the end, so that what is used later is known
-        worth = len(run) > 1 and is_worth(name, run)
-        for part in reversed(_parts(run) if worth else [[eqn] for eqn in run]):
-            eqn = _outlined(blocks, name, part, later, outlined) if worth else part[0]
-            later.update(eqn.vars)
-            eqns.append(eqn)
+    for stretch in reversed(_stretches(block)):  # from the end, so that what is used later is known
+        for run in reversed(_by_phase(stretch, later)):
+            worth = len(run) > 1 and is_worth(name, run)
+            for part in reversed(_parts(run) if worth else [[eqn] for eqn in run]):
+                eqn = _outlined(blocks, name, part, later, outlined) if worth else part[0]
+                phase = PHASES.index(eqn.phase)
+                later.update((v, min(phase, later.get(v, phase))) for v in eqn.vars)
+                eqns.append(eqn)
     return Block(block.inputs, tuple(reversed(eqns)), block.outputs)
 
 
 def _stretches(block: Block) -> list[list[Eqn]]:
-    """Runs of plain equations, and between them all others one by one."""
+    """Runs of plain equations whose phases go on, and between them all others one by one."""
     runs: list[list[Eqn]] = []
-    open_ = False
+    open_ = -1  # the phase of the last equation of a run that may go on
     for eqn in block.eqns:
+        phase = PHASES.index(eqn.phase)
         plain = eqn.op not in (call, custom) and _size(eqn, {}) == 1
-        if plain and open_:
+        if plain and 0 <= open_ <= phase:
             runs[-1].append(eqn)
         else:
             runs.append([eqn])
-        open_ = plain
+        open_ = phase if plain else -1
     return runs
+
+
+def _by_phase(run: Sequence[Eqn], later: Mapping[Var, int]) -> list[list[Eqn]]:
+    """A stretch in one; in one for each of its phases, where an earlier phase than its last reads what it makes."""
+    last = PHASES.index(run[-1].phase)
+    if all(later.get(v, last) >= last for eqn in run for v in eqn.outputs):
+        return [list(run)]
+    return [list(own) for _, own in itertools.groupby(run, key=lambda eqn: eqn.phase)]
 
 
 def _parts(run: Sequence[Eqn]) -> list[list[Eqn]]:
@@ -127,7 +140,9 @@ def _parts(run: Sequence[Eqn]) -> list[list[Eqn]]:
     return [[run[k] for k in sorted(part)] for part in parts] if in_order else [list(run)]
 
 
-def _outlined(blocks: dict[str, Block], name: str, run: Sequence[Eqn], later: set[Var], outlined: set[str]) -> Eqn:
+def _outlined(
+    blocks: dict[str, Block], name: str, run: Sequence[Eqn], later: Collection[Var], outlined: set[str]
+) -> Eqn:
     """A call of a new block that holds the run."""
     inner = {v for e in run for v in e.outputs}
     inputs = tuple(dict.fromkeys(v for e in run for v in e.vars if v not in inner))
