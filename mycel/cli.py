@@ -155,7 +155,7 @@ def find_plan(
         str | None, typer.Option("-o", "--out", metavar="FILE", help="Write the best plan, for parallel.plan=FILE.")
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option("--seconds", metavar="S", help="Stop after this time with the best so far.")
+        float | None, typer.Option("--seconds", metavar="S", min=0, help="Stop after this time with the best so far.")
     ] = None,
     page: Annotated[
         str | None, typer.Option("--html", metavar="FILE", help="Write a page: the step, its memory, the plans.")
@@ -482,6 +482,13 @@ def _split(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
     """The file among the arguments, and the settings: those with `=` and no `/` before it."""
     overrides = [each for each in arguments if "=" in each and "/" not in each.partition("=")[0]]
     files = [each for each in arguments if each not in overrides]
+    opened = [each for each in overrides if each.count("{") > each.count("}") or each.count("[") > each.count("]")]
+    if opened and any(each.endswith(("}", "]")) for each in files):
+        name = opened[0].partition("=")[0]
+        raise TrainError(
+            f"the shell has split {name} at a space: its bracket is not closed\n  at        argument {opened[0]}\n"
+            f"  try       quotes around it: '{name}={{…}}'"
+        )
     if len(files) > 1:
         raise TrainError(
             f"more than one configuration: {' and '.join(files)}\n"

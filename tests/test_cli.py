@@ -158,6 +158,10 @@ GOLDEN = {
         "more than one configuration: a.yaml and b.yaml\n"
         "  try       one file, and settings such as train.steps=500 over it"
     ),
+    "train a.yaml parallel.mesh={dp: 2}": (
+        "the shell has split parallel.mesh at a space: its bracket is not closed\n"
+        "  at        argument parallel.mesh={dp:\n  try       quotes around it: 'parallel.mesh={…}'"
+    ),
     "train c.yaml": "no configuration file c.yaml\n  try       the path of a YAML file",
     "train train.stesp=3": "unknown key train.stesp\n  at        argument train.stesp=3\n  try       train.steps",
     "train --resume runs/new": "no run runs/new\n  try       runs/older",

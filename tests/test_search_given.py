@@ -160,6 +160,8 @@ def test_what_cannot_be_given(given, says):
 def test_stages_that_do_not_divide():
     with pytest.raises(PlanError, match="3 stages on 4 devices"):
         of(Deep(), tokens(), SLOW, given={"stages": 3}).run()
+    with pytest.raises(PlanError, match=r"4 stages want .* a step has 2\n  try       microbatches: 4 .*, or stages: 2"):
+        of(Deep(), tokens(), SLOW, given={"stages": 4, "microbatches": 2}).run()
     with pytest.raises(PlanError, match="in each of 2 stages"):
         of(Deep(), tokens(), SLOW, given={"stages": 2, "mesh": {"dp": 4}}).run()
 
