@@ -108,7 +108,7 @@ def train(
         config = load(file, overrides)
         if overwrite and not (folder or config.run):
             raise TrainError("--overwrite replaces the run of a folder, but none is named\n  try       --run FOLDER")
-        _check_ranks(config, nproc, nnodes, node_rank, rendezvous)
+        _check_ranks(config, nproc, nnodes, node_rank, rendezvous, resumed=old is not None)
     except (TrainError, PlanError) as e:
         _fail(e, MISUSED)
     if nproc is not None:
@@ -432,7 +432,9 @@ def _refuse_unwritable(path: Path) -> None:
         ) from None
 
 
-def _check_ranks(config: Config, nproc: int | None, nnodes: int, node_rank: int, rendezvous: str | None) -> None:
+def _check_ranks(
+    config: Config, nproc: int | None, nnodes: int, node_rank: int, rendezvous: str | None, resumed: bool
+) -> None:
     """What is said of ranks, before any is started."""
     if nproc is None:
         if nnodes > 1 or node_rank or rendezvous is not None:
@@ -450,6 +452,8 @@ def _check_ranks(config: Config, nproc: int | None, nnodes: int, node_rank: int,
     if ranks is not None and ranks != running:
         shown = ", ".join(f"{axis}: {n}" for axis, n in (config.parallel.mesh or {}).items())
         hint = f"--nproc {ranks // nnodes}" if ranks % nnodes == 0 else "another mesh"
+        if resumed:
+            hint += f", or parallel.mesh=null parallel.plan=auto: a plan for {running} from here on"
         raise PlanError(
             f"the mesh has {ranks} ranks, but {running} processes would run\n  at        parallel.mesh: {{{shown}}}\n"
             f"  try       {hint}"

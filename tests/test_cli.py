@@ -276,6 +276,10 @@ def test_ranks_are_started_with_the_same_arguments(ran, monkeypatch):
         wrong.exit_code == 2
         and "the mesh has 4 ranks, but 3 processes would run\n  at        parallel.mesh: {dp: 2, tp: 2}" in wrong.output
     )
+    Path("old").mkdir()
+    Path("old/config.yaml").write_text("parallel: {mesh: {dp: 2, tp: 2}}\n")
+    resumed = ran("train", "--resume", "old", "--nproc", "2").output
+    assert "try       --nproc 4, or parallel.mesh=null parallel.plan=auto: a plan for 2 from here on" in resumed
     monkeypatch.setenv("RANK", "0")
     assert "this process is one" in ran("train", "a.yaml", "--nproc", "4").output
     assert not ran.calls and len(started) == 2

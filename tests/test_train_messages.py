@@ -172,12 +172,17 @@ def test_more_steps_say_that_the_schedule_is_stretched(finished, tmp_path, capsy
         ("zero3", 2, {"dp": 2}),
         ("zero3+dp", 2, {"dp": 2}),
         (None, 2, {"dp": 2}),
-        ("zero3+tp", 4, {"dp": 4}),  # two axes: how many ranks along each is not said
     ],
 )
 def test_the_mesh_of_a_ready_plan_is_its_axis(plan, count, axes):
     assert _axes(Parallel(plan=plan), count) == axes
     assert _axes(Parallel(plan=plan, mesh={"a": 2}), count) == {"a": 2}
+
+
+def test_a_plan_over_several_axes_wants_a_mesh():
+    assert _axes(Parallel(plan="zero3+tp"), 1) == {}
+    with pytest.raises(PlanError, match=r"splits over dp and tp, .* 6 ranks .*\n.*\n  try       'parallel.mesh=\{dp: 3, tp: 2\}'"):
+        _axes(Parallel(plan="zero3+tp"), 6)
 
 
 def test_a_plan_that_leaves_most_of_a_model_whole_says_so():

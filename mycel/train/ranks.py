@@ -173,11 +173,19 @@ def _axes(parallel: Parallel, count: int) -> dict[str, int]:
     plan, own = parallel.plan, _written(parallel).get("mesh")
     if parallel.mesh is None and isinstance(own, dict):
         return own
-    named = {*plan.split("+")} if isinstance(plan, str) and not is_file(plan) else set()
-    axes = {"dp" if name.startswith("zero") else name for name in named & {*ready_plans()} - {"tp2d"}}
-    if parallel.mesh is None and len(axes) == 1 and count > 1:
-        return {axes.pop(): count}
-    return parallel.axes(count)
+    named = plan.split("+") if isinstance(plan, str) and not is_file(plan) else []
+    ready = [name for name in named if name in {*ready_plans()} - {"tp2d"}]
+    axes = [*dict.fromkeys("dp" if name.startswith("zero") else name for name in ready)]
+    if parallel.mesh is not None or not axes or count == 1:
+        return parallel.axes(count)
+    if len(axes) == 1:
+        return {axes[0]: count}
+    inside = next(n for n in range(2, count + 1) if count % n == 0)
+    sizes = {**dict.fromkeys(axes, 1), axes[0]: count // inside, axes[-1]: inside}
+    raise PlanError(
+        f"the plan {plan} splits over {' and '.join(axes)}, and no mesh says how many of {count} ranks lie along each\n"
+        f"  at        parallel.mesh\n  try       'parallel.mesh={{{', '.join(f'{a}: {n}' for a, n in sizes.items())}}}'"
+    )
 
 
 def _refuse_unknown_names(parallel: Parallel, mesh: Mesh) -> None:
