@@ -17,6 +17,7 @@ from mycel.plan.cluster import Cluster
 from mycel.plan.compression import CANDIDATES
 from mycel.search_given import Given
 from mycel.search_remarks import remarked
+from mycel.sizes import span
 from mycel.train.planner import search
 
 CRAWLING = {**SLOW, "levels": [SLOW["levels"][0], {"bytes_s": 1e6, "start_s": 1e-6, "name": "network"}]}
@@ -173,6 +174,6 @@ def test_one_host_is_remarked_on_where_others_only_make_it_wait():
     alone = of(Two(), batch(), {**CRAWLING, "hosts": 1, "levels": CRAWLING["levels"][:1]}).run().best
     assert alone.seconds < answer.best.seconds
     (text,) = [text for text in answer.remarks if "one host" in text]
-    assert f"{alone.seconds * 1e3:,.1f} ms" in text and f"the {CRAWLING['devices']} devices" in text
+    assert span(alone.seconds) in text and f"the {CRAWLING['devices']} devices" in text
     quick = of(Two(), batch(), {**CRAWLING, "levels": [{"bytes_s": 1e12, "start_s": 1e-9}] * 2})
     assert not any("one host" in text for text in remarked(quick, quick.run()).remarks)

@@ -181,7 +181,9 @@ def test_the_mesh_of_a_ready_plan_is_its_axis(plan, count, axes):
 
 def test_a_plan_over_several_axes_wants_a_mesh():
     assert _axes(Parallel(plan="zero3+tp"), 1) == {}
-    with pytest.raises(PlanError, match=r"splits over dp and tp, .* 6 ranks .*\n.*\n  try       'parallel.mesh=\{dp: 3, tp: 2\}'"):
+    with pytest.raises(
+        PlanError, match=r"splits over dp and tp, .* 6 ranks .*\n.*\n  try       'parallel.mesh=\{dp: 3, tp: 2\}'"
+    ):
         _axes(Parallel(plan="zero3+tp"), 6)
 
 
