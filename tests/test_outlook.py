@@ -7,8 +7,10 @@ import pytest
 import torch
 from training import config, disk  # noqa: F401
 
+from mycel.ir import Mesh
 from mycel.plan import CPU
 from mycel.run import brief_probe as brief_probe_module
+from mycel.run import probe as measuring
 from mycel.run.brief_probe import brief_probe
 from mycel.train import outlook
 from mycel.train.loop import train
@@ -77,3 +79,15 @@ def test_what_others_take_of_the_processor_is_seen(monkeypatch):
     monkeypatch.setattr(brief_probe_module.time, "perf_counter", lambda: now_s)
     seconds = brief_probe_module._seconds({"a": disturbed, "b": alone})
     assert seconds["a"] == pytest.approx(seconds["b"]) == pytest.approx(0.006 * 168 / 60)
+
+
+def test_what_a_call_costs_is_that_of_different_operators_one_after_the_other(monkeypatch):
+    """One and the same again and again is what the other measurements contain, and have taken from them."""
+    took = {"one": 2e-6, "small operators": 12e-5}
+    monkeypatch.setattr(brief_probe_module, "_seconds", lambda runs: {key: took.get(key[0], 1e-4) for key in runs})
+    data = brief_probe()
+    assert data["launch_s"] == pytest.approx(1e-5)
+    assert all(work / rate == pytest.approx(98e-6) for curve in data["rates"].values() for work, rate in curve)
+    rank = measuring.Probe(measuring.Processes(Mesh(), 0, torch.device("cpu")), print)
+    monkeypatch.setattr(rank, "seconds", lambda fn: 12e-5 if fn.__name__ == "chain" else 2e-6)
+    assert rank._launch() == pytest.approx((2e-6, 1e-5))
