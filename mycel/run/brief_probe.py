@@ -61,8 +61,8 @@ def small_operators() -> Callable[[], Any]:
         heads = y.view(2, 4, 4, 4).transpose(1, 2)
         left, right = heads[..., :2], heads[..., 2:]
         turned = torch.cat((torch.neg(right), left), -1)
-        joined = turned.transpose(1, 2).reshape(8, 16)
-        return F.silu(joined) + joined.to(torch.float64)
+        flat = turned.transpose(1, 2).reshape(8, 16)
+        return F.silu(flat) + flat.to(torch.float64)
 
     return chain
 
