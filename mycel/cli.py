@@ -108,7 +108,7 @@ def train(
         config = load(file, overrides)
         if overwrite and not (folder or config.run):
             raise TrainError("--overwrite replaces the run of a folder, but none is named\n  try       --run FOLDER")
-        _check_ranks(config, nproc, nnodes, node_rank, rendezvous)
+        _check_ranks(config, nproc, nnodes, node_rank, rendezvous, resumed=old is not None)
     except (TrainError, PlanError) as e:
         _fail(e, MISUSED)
     if nproc is not None:
@@ -155,7 +155,7 @@ def find_plan(
         str | None, typer.Option("-o", "--out", metavar="FILE", help="Write the best plan, for parallel.plan=FILE.")
     ] = None,
     seconds: Annotated[
-        float | None, typer.Option("--seconds", metavar="S", help="Stop after this time with the best so far.")
+        float | None, typer.Option("--seconds", metavar="S", min=0, help="Stop after this time with the best so far.")
     ] = None,
     page: Annotated[
         str | None, typer.Option("--html", metavar="FILE", help="Write a page: the step, its memory, the plans.")
@@ -432,7 +432,9 @@ def _refuse_unwritable(path: Path) -> None:
         ) from None
 
 
-def _check_ranks(config: Config, nproc: int | None, nnodes: int, node_rank: int, rendezvous: str | None) -> None:
+def _check_ranks(
+    config: Config, nproc: int | None, nnodes: int, node_rank: int, rendezvous: str | None, resumed: bool
+) -> None:
     """What is said of ranks, before any is started."""
     if nproc is None:
         if nnodes > 1 or node_rank or rendezvous is not None:
@@ -450,6 +452,8 @@ def _check_ranks(config: Config, nproc: int | None, nnodes: int, node_rank: int,
     if ranks is not None and ranks != running:
         shown = ", ".join(f"{axis}: {n}" for axis, n in (config.parallel.mesh or {}).items())
         hint = f"--nproc {ranks // nnodes}" if ranks % nnodes == 0 else "another mesh"
+        if resumed:
+            hint += f", or parallel.mesh=null parallel.plan=auto: a plan for {running} from here on"
         raise PlanError(
             f"the mesh has {ranks} ranks, but {running} processes would run\n  at        parallel.mesh: {{{shown}}}\n"
             f"  try       {hint}"
@@ -482,6 +486,13 @@ def _split(arguments: Sequence[str]) -> tuple[Path | None, list[str]]:
     """The file among the arguments, and the settings: those with `=` and no `/` before it."""
     overrides = [each for each in arguments if "=" in each and "/" not in each.partition("=")[0]]
     files = [each for each in arguments if each not in overrides]
+    opened = [each for each in overrides if each.count("{") > each.count("}") or each.count("[") > each.count("]")]
+    if opened and any(each.endswith(("}", "]")) for each in files):
+        name = opened[0].partition("=")[0]
+        raise TrainError(
+            f"the shell has split {name} at a space: its bracket is not closed\n  at        argument {opened[0]}\n"
+            f"  try       quotes around it: '{name}={{…}}'"
+        )
     if len(files) > 1:
         raise TrainError(
             f"more than one configuration: {' and '.join(files)}\n"

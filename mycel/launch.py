@@ -302,7 +302,7 @@ def _address(nproc: int, nnodes: int, node_rank: int, rendezvous: str | None) ->
         if nnodes > 1:
             raise RunError(
                 f"{nnodes} hosts, and no place where they meet\n"
-                "  try       rendezvous=HOST:PORT with an address of the first host, on each of them"
+                "  try       --rendezvous HOST:PORT with an address of the first host, on each of them"
             )
         return "127.0.0.1", 0
     host, _, port = rendezvous.rpartition(":")

@@ -54,7 +54,7 @@ from mycel.search_order import GAIN, SearchOrder
 from mycel.search_remarks import explained, nothing_fits
 from mycel.search_space import AXES, SearchSpace, Shape
 from mycel.shallow import Make, Shallow, layer_lists
-from mycel.sizes import shown
+from mycel.sizes import shown, span
 from mycel.stage_price import StagePricing, layer_runs
 
 NEAR = 0.01  # a plan this close to the bound ends the search
@@ -488,8 +488,8 @@ class Search:
         price = self.priced(written)
         if not price.fits:
             raise PlanError(f"the plan does not fit {shown(self.memory or 0)} a device: {price.why}")
-        what = f"a step takes {price.seconds * 1e3:,.1f} ms, {shown(price.peak)} at its peak"
-        return f"it fits: {what}, at least {self.bound * 1e3:,.1f} ms in any plan"
+        what = f"a step takes {span(price.seconds)}, {shown(price.peak)} at its peak"
+        return f"it fits: {what}, at least {span(self.bound)} in any plan"
 
     # -- the search
 

@@ -356,6 +356,11 @@ class SearchOrder:
             raise PlanError(
                 f"{pp} stages on {space.world} devices\n  try       a number of stages that divides {space.world}"
             )
+        if (count := self.given.microbatches) and count < pp:
+            raise PlanError(
+                f"{pp} stages want as many microbatches or more, a step has {count}\n"
+                f"  try       microbatches: {pp} (train.accumulate={pp}), or stages: {count}"
+            )
         inside = SearchSpace(space.world // pp, space.devices, space.rows, space.length, space.experts, space.layers)
         meshes = list(self.meshes()) if self.given.mesh is not None else list(inside.meshes())
         for mesh in meshes:

@@ -17,7 +17,7 @@ from mycel.plan.clock import size
 from mycel.schedule_page import schedule_section
 from mycel.search import Detail
 from mycel.search_text import ROW_HEAD, row
-from mycel.sizes import shown
+from mycel.sizes import shown, span
 
 WIDTH, ROW, GAP = 1100, 26, 6  # of pictures, in pixels
 SMALLEST = 0.35  # pixels: what is thinner is drawn with its neighbours
@@ -53,9 +53,7 @@ def page(answer: Answer, detail: Detail | None, top: int = 20) -> str:
     best = answer.best
     parts = [f"<h1>Plans for {_text(answer.cluster)}</h1>", _table(answer, top)]
     if best is not None:
-        parts.append(
-            f"<p>No plan takes less than {answer.bound * 1e3:,.1f} ms: everything computed once, no waiting.</p>"
-        )
+        parts.append(f"<p>No plan takes less than {span(answer.bound)}: everything computed once, no waiting.</p>")
     if best is not None and detail is not None:
         parts += [
             f"<h2>A step of {_text(best.shape)}</h2>",

@@ -12,7 +12,7 @@ from mycel.errors import PlanError
 from mycel.plan.compression import CANDIDATES
 from mycel.search_order import Pricing, SearchOrder
 from mycel.search_space import Shape
-from mycel.sizes import shown
+from mycel.sizes import shown, span
 
 WAITING = 0.2  # the share of a step above which it is said that ranks wait for each other
 
@@ -46,7 +46,7 @@ def _with_encoded_gradients(search: Searching, best: Candidate) -> Iterator[str]
     if other.seconds < (1 - WAITING / 2) * best.seconds:
         saved = 1 - other.seconds / best.seconds
         yield (
-            f"{other.shape} would save {100 * saved:.0f} % of a step ({other.seconds * 1e3:,.1f} ms); gradients "
+            f"{other.shape} would save {100 * saved:.0f} % of a step ({span(other.seconds)}); gradients "
             "are then not quite the same: compress: auto in the plan"
         )
 
@@ -67,7 +67,7 @@ def _on_fewer_devices(search: Searching, best: Candidate) -> Iterator[str]:
     if other is not None and other.seconds < limit:
         waiting = f"{100 * best.exposed / best.seconds:.0f} %"
         yield (
-            f"the {cluster.devices} devices of one host would take {other.seconds * 1e3:,.1f} ms ({other.shape}), "
+            f"the {cluster.devices} devices of one host would take {span(other.seconds)} ({other.shape}), "
             f"less than these {cluster.world}, which wait for each other {waiting} of a step: others may stay "
             "idle, or a larger batch gives them more to do"
         )
@@ -80,10 +80,10 @@ def explained(candidate: Candidate, best: Candidate) -> Candidate:
     computing = candidate.times.totals["compute"] - best.times.totals["compute"]
     waiting = candidate.exposed - best.exposed
     if computing > waiting:
-        why = f"+{computing * 1e3:.1f} ms of computing" + (" again" if candidate.again > best.again else "")
+        why = f"+{span(computing)} of computing" + (" again" if 2 * (candidate.again - best.again) > computing else "")
     else:
         level = max(candidate.sent, key=lambda k: candidate.sent[k] - best.sent.get(k, 0.0), default="links")
-        why = f"+{waiting * 1e3:.1f} ms waiting for messages over {level}"
+        why = f"+{span(waiting)} waiting for messages over {level}"
     return replace(candidate, why=why)
 
 

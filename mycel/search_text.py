@@ -12,7 +12,7 @@ from mycel.candidates import Answer, Candidate
 from mycel.errors import PlanError
 from mycel.plan import Plan
 from mycel.search import Detail, Search
-from mycel.sizes import shown
+from mycel.sizes import shown, span
 
 GROUPS, SHOWN = 4, 12  # kinds of parameters and equations that are explained
 ROW_HEAD = ("plan", "step", "rate", "MFU", "peak", "compute", "waiting", "again", "bubble", "sent by a rank", "")
@@ -34,11 +34,12 @@ def table(answer: Answer, top: int = 5) -> str:
         gap = best.seconds / answer.bound - 1 if answer.bound else 0.0
         parts = ", ".join(f"{shown(n)} {name.replace('_', ' ')}" for name, n in best.peak_parts.items())
         lines += ["", f"memory     {shown(best.peak)} at the peak of the first plan: {parts}"]
-        lines += [f"bound      {_ms(answer.bound)}: everything computed once, no message waited for"]
-        lines += [f"           the first plan is at most {100 * gap:.1f} % above the fastest there could be"]
+        lines += [f"bound      {span(answer.bound)}: everything computed once, no message waited for"]
+        above = f"{100 * gap:.1f} % above" if gap < 1 else f"{1 + gap:,.1f} times"
+        lines += [f"           the first plan is at most {above} the fastest there could be"]
         if answer.bars is not None:
             low, middle, high = answer.bars.expected(best.seconds)
-            lines += [f"expected   {_ms(middle)}, {_ms(low)} to {_ms(high)}: steps took {answer.bars}"]
+            lines += [f"expected   {span(middle)}, {span(low)} to {span(high)}: steps took {answer.bars}"]
     lines += [f"remark     {text}" for text in answer.remarks]
     left = "" if answer.complete else "; stopped early, there may be better ones"
     count = f"{len(answer.candidates)} plans" if len(answer.candidates) != 1 else "one plan"
@@ -52,9 +53,9 @@ def row(answer: Answer, c: Candidate) -> list[str]:
         return [str(c.shape), *["-"] * 8, "", c.why]
     sent = ", ".join(f"{shown(n)} {level}" for level, n in c.sent.items())
     return [
-        str(c.shape), _ms(c.seconds), f"{answer.tokens / c.seconds:,.0f}", f"{100 * answer.mfu(c):.1f} %",
-        shown(c.peak), _ms(c.times.totals["compute"] - c.again), _ms(c.exposed + c.moving), _ms(c.again),
-        _ms(c.bubble) if c.bubble else "-", sent, c.why,
+        str(c.shape), span(c.seconds), f"{answer.tokens / c.seconds:,.0f}", f"{100 * answer.mfu(c):.1f} %",
+        shown(c.peak), span(c.times.totals["compute"] - c.again), span(c.exposed + c.moving), span(c.again),
+        span(c.bubble) if c.bubble else "-", sent, c.why,
     ]  # fmt: skip
 
 
@@ -102,15 +103,16 @@ def explained(search: Search, answer: Answer, pattern: str) -> str:
     best = answer.best
     assert best is not None
     detail = search.detail(best)
-    lines = [f"{pattern}   in {best.shape}, a step of {_ms(best.seconds)}"]
+    lines = [f"{pattern}   in {best.shape}, a step of {span(best.seconds)}"]
     names = [name for name in detail.parameters if fnmatch(name, pattern)]
     for group in list(dict.fromkeys(re.sub(r"\d+", "*", name) for name in names))[:GROUPS]:
         shape, entry = next(x for name, x in detail.parameters.items() if re.sub(r"\d+", "*", name) == group)
         lines += ["", f"parameter  {group}   {list(shape)}, held as {_entry(entry)}"]
         given = best.plan.parameters.get(group, ["-"] * len(shape)) if best.plan is not None else []
         for other, candidate in search.choices(best, group, len(shape)):
-            what = f"{_ms(candidate.seconds)} a step" if candidate.fits else candidate.why
-            more = f", {(candidate.seconds - best.seconds) * 1e3:+,.2f} ms" if candidate.fits else ""
+            what = f"{span(candidate.seconds)} a step" if candidate.fits else candidate.why
+            slower = candidate.seconds - best.seconds
+            more = f", {'-' if slower < 0 else '+'}{span(abs(slower))}" if candidate.fits else ""
             lines.append(f"  {_entry(other):14} {what}{more}{'   chosen' if list(other) == list(given) else ''}")
     lines += _equations(detail, pattern)
     if len(lines) == 1:
@@ -134,7 +136,7 @@ def _equations(detail: Detail, pattern: str) -> list[str]:
     return [
         *head,
         *(
-            f"  {_ms(sum(times)):>12}  {len(times):4} x  {op:20} {results:32} {line}"
+            f"  {span(sum(times)):>12}  {len(times):4} x  {op:20} {results:32} {line}"
             for (op, results, line), times in ranked[:SHOWN]
         ),
     ]
@@ -146,7 +148,7 @@ def file_text(answer: Answer) -> str:
     assert best is not None and best.plan is not None
     heading = [
         f"# {answer.cluster}",
-        f"# predicted: a step takes {_ms(best.seconds)}, {shown(best.peak)} at its peak, "
+        f"# predicted: a step takes {span(best.seconds)}, {shown(best.peak)} at its peak, "
         f"{answer.tokens / best.seconds:,.0f} {'tokens' if answer.is_text else 'rows'}/s",
     ]
     return "\n".join([*heading, str(best.plan.given)])
@@ -175,7 +177,3 @@ def _entry(value: Any) -> str:
         return "(nothing)"
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
     return "[" + ", ".join(map(str, value)) + "]" if is_list else str(value)
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.1f} ms"

@@ -1,4 +1,4 @@
-"""Sizes in bytes, read and shown: "20GiB" <-> 21474836480."""
+"""Sizes in bytes, read and shown: "20GiB" <-> 21474836480; and spans of time, shown."""
 
 from __future__ import annotations
 
@@ -29,3 +29,8 @@ def shown(size: float) -> str:
         if abs(size) >= of:
             return f"{size / of:.2f} {unit}"
     return f"{size:.0f} bytes"
+
+
+def span(seconds: float) -> str:
+    """0.0123 => 12.3 ms, 0.00004 => 40 µs"""
+    return f"{seconds * 1e6:,.0f} µs" if 0 < abs(seconds) < 1e-3 else f"{seconds * 1e3:,.1f} ms"

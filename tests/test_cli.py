@@ -158,6 +158,10 @@ GOLDEN = {
         "more than one configuration: a.yaml and b.yaml\n"
         "  try       one file, and settings such as train.steps=500 over it"
     ),
+    "train a.yaml parallel.mesh={dp: 2}": (
+        "the shell has split parallel.mesh at a space: its bracket is not closed\n"
+        "  at        argument parallel.mesh={dp:\n  try       quotes around it: 'parallel.mesh={…}'"
+    ),
     "train c.yaml": "no configuration file c.yaml\n  try       the path of a YAML file",
     "train train.stesp=3": "unknown key train.stesp\n  at        argument train.stesp=3\n  try       train.steps",
     "train --resume runs/new": "no run runs/new\n  try       runs/older",
@@ -272,6 +276,10 @@ def test_ranks_are_started_with_the_same_arguments(ran, monkeypatch):
         wrong.exit_code == 2
         and "the mesh has 4 ranks, but 3 processes would run\n  at        parallel.mesh: {dp: 2, tp: 2}" in wrong.output
     )
+    Path("old").mkdir()
+    Path("old/config.yaml").write_text("parallel: {mesh: {dp: 2, tp: 2}}\n")
+    resumed = ran("train", "--resume", "old", "--nproc", "2").output
+    assert "try       --nproc 4, or parallel.mesh=null parallel.plan=auto: a plan for 2 from here on" in resumed
     monkeypatch.setenv("RANK", "0")
     assert "this process is one" in ran("train", "a.yaml", "--nproc", "4").output
     assert not ran.calls and len(started) == 2

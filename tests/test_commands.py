@@ -226,6 +226,8 @@ def test_messages(run, folder, tmp_path):
     (tmp_path / "text.txt").write_text("some text")
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "choices": ["b"], "answer": 3}\n')
     (tmp_path / "no.jsonl").write_text('{"question": "a"}\n')
+    (tmp_path / "chat.jsonl").write_text('{"prompt": "a"}\n{"messages": [{"role": "user", "content": "a"}]}\n')
+    (tmp_path / "binary.txt").write_bytes(b"\x9d\xff")
     commands = [
         ("evaluate", tmp_path / "nothing", "--data", tmp_path / "text.txt"),
         ("evaluate", folder, "--data", tmp_path / "bad.jsonl"),
@@ -235,6 +237,8 @@ def test_messages(run, folder, tmp_path):
         ("generate", folder, "--prompt", "a", "--top-p", 0),
         ("generate", folder, "--prompt", "a" * 99),
         ("generate", folder, "--file", tmp_path / "no.jsonl"),
+        ("generate", folder, "--file", tmp_path / "chat.jsonl"),
+        ("generate", folder, "--file", tmp_path / "binary.txt"),
         ("generate", folder, "--prompt", "a", "--out", tmp_path / "a.jsonl"),
         ("generate", folder, "--file", tmp_path / "text.txt", "--out", tmp_path / "no" / "a.jsonl"),
         ("generate", folder, "--file", tmp_path / "text.txt", "--out", tmp_path),
@@ -277,6 +281,16 @@ def test_checkpoints_that_are_damaged_or_gone_are_not_called_none(run, tmp_path)
     assert "the run has no checkpoint" in refused.stderr and gone in refused.stderr, refused.output
     shutil.rmtree(tmp_path / "run" / "model")
     assert "--resume" in mycel("generate", tmp_path / "run", "--prompt", "a").stderr
+
+
+def test_checkpoints_of_another_model_say_so(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    written = tmp_path / "run" / "config.yaml"
+    assert "intermediate_size: 24" in written.read_text()
+    written.write_text(written.read_text().replace("intermediate_size: 24", "intermediate_size: 32"))
+    refused = mycel("generate", tmp_path / "run", "--prompt", "a")
+    assert "is of another model: 3 tensors differ" in refused.stderr, refused.output
+    assert "up_proj.weight: float32[24, 16] in the checkpoint, float32[32, 16] in the model" in refused.stderr
 
 
 def test_one_form_of_export_after_the_other(run, folder):

@@ -115,3 +115,26 @@ def test_a_set_of_numbers_is_not_taken_for_one_of_tensors():
     seen = {1.0}
     with pytest.raises(CaptureError, match="a set or a dict looks for the value"):
         mycel.jit(lambda x: x * 2 if (x * WEIGHT).sum().item() in seen else x, strict=True)(X)
+
+
+class Judge(nn.Module):
+    """Returns numbers of parameters, of the batch, and of a loop."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.5, 1.5]))
+
+    def forward(self, x):
+        y, turns = self.weight * x, 0
+        while y.sum() < 50:
+            y, turns = y * 2, turns + 1
+        large = bool(y.sum() > 60)
+        return {"y": y, "seen": (large, not large, bool(x.sum() > 0)), "of": [float(y.sum()), int(y.max()), turns]}
+
+
+def test_numbers_that_jit_returns_are_those_of_python():
+    x, judge = torch.tensor([1.0, 2.0]), Judge()
+    eager, fast = judge(x), mycel.jit(judge)(x)
+    assert torch.equal(fast.pop("y"), eager.pop("y")) and fast == eager
+    assert [type(v) for key in ("seen", "of") for v in fast[key]] == [bool, bool, bool, float, int, int]
+    assert mycel.jit(lambda x: bool((x > 1).all()) + 1)(x) == 1

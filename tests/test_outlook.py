@@ -7,7 +7,10 @@ import pytest
 import torch
 from training import config, disk  # noqa: F401
 
+from mycel.ir import Mesh
 from mycel.plan import CPU
+from mycel.run import brief_probe as brief_probe_module
+from mycel.run import probe as measuring
 from mycel.run.brief_probe import brief_probe
 from mycel.train import outlook
 from mycel.train.loop import train
@@ -56,4 +59,35 @@ def test_the_look_draws_nothing_and_sees_something():
     data = brief_probe()
     assert torch.equal(before, torch.random.get_rng_state())
     assert {"memory", "product.fp32", "attention_causal.fp32", "attention_grad_causal.fp32"} == data["rates"].keys()
+    assert 0 < data["launch_s"] < 1
     assert all(math.isfinite(y) and y > 0 and x > 0 for curve in data["rates"].values() for x, y in curve)
+
+
+def test_what_others_take_of_the_processor_is_seen(monkeypatch):
+    """Each third window of one takes ten times as long, for another process runs: its median says nothing of it."""
+    now_s, calls = 0.0, 0
+
+    def disturbed():
+        nonlocal now_s, calls
+        calls += 1
+        now_s += 0.06 if calls % 3 == 0 else 0.006
+
+    def alone():
+        nonlocal now_s
+        now_s += 0.006
+
+    monkeypatch.setattr(brief_probe_module.time, "perf_counter", lambda: now_s)
+    seconds = brief_probe_module._seconds({"a": disturbed, "b": alone})
+    assert seconds["a"] == pytest.approx(seconds["b"]) == pytest.approx(0.006 * 168 / 60)
+
+
+def test_what_a_call_costs_is_that_of_different_operators_one_after_the_other(monkeypatch):
+    """One and the same again and again is what the other measurements contain, and have taken from them."""
+    took = {"one": 2e-6, "small operators": 12e-5}
+    monkeypatch.setattr(brief_probe_module, "_seconds", lambda runs: {key: took.get(key[0], 1e-4) for key in runs})
+    data = brief_probe()
+    assert data["launch_s"] == pytest.approx(1e-5)
+    assert all(work / rate == pytest.approx(98e-6) for curve in data["rates"].values() for work, rate in curve)
+    rank = measuring.Probe(measuring.Processes(Mesh(), 0, torch.device("cpu")), print)
+    monkeypatch.setattr(rank, "seconds", lambda fn: 12e-5 if fn.__name__ == "chain" else 2e-6)
+    assert rank._launch() == pytest.approx((2e-6, 1e-5))

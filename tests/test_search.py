@@ -30,7 +30,9 @@ from mycel.plan.clock import WORKSPACE
 from mycel.plan.cluster import Cluster
 from mycel.plan.schedule import StageCosts, named, timeline
 from mycel.search import Search, patterns
+from mycel.search_remarks import explained
 from mycel.search_space import Shape
+from mycel.sizes import span
 from mycel.train.planner import question_of, search
 
 SMALL = {"half": 1e12, "bytes_s": 2e11, "memory": "1GiB", "launch_s": 1e-7}
@@ -230,13 +232,34 @@ def test_a_page_of_plans_needs_nothing_but_itself():
     assert {x.text for x in root.iter("text")} >= {"compute", *answer.best.sent, "rank 1", "F3.0", "W0.3"}
 
 
+def test_small_steps_are_told_in_microseconds():
+    assert [span(s) for s in (0.0, 4e-5, -4e-5, 9.99e-4, 1e-3, 12.3456)] == [
+        "0.0 ms", "40 µs", "-40 µs", "999 µs", "1.0 ms", "12,345.6 ms",
+    ]  # fmt: skip
+    answer = of(Blocks(), cluster=TWO, given={"mesh": {"tp": 2}}).run()
+    bound = re.search(r"bound +([\d,]+) µs", search_text.table(answer))[1]
+    assert float(bound) == pytest.approx(answer.bound * 1e6, abs=0.5)
+    tight = replace(answer, bound=answer.best.seconds / 7)
+    assert "is at most 7.0 times the fastest there could be" in search_text.table(tight)
+
+
+def test_what_is_computed_again_is_called_so_where_it_is_most_of_what_is_lost():
+    best = of(Blocks(), cluster=TWO, given={"mesh": {"tp": 2}}).run().best
+    more = {**best.times.totals, "compute": best.times.totals["compute"] + 2e-3}
+    for again, told in ((1e-6, "+2.0 ms of computing"), (2e-3, "+2.0 ms of computing again")):
+        loser = replace(best, times=replace(best.times, totals=more), again=best.again + again)
+        assert explained(loser, best).why == told
+
+
 def test_a_parameter_is_explained_by_what_its_other_layouts_cost():
     found = of(Blocks(), cluster=TWO, given={"mesh": {"tp": 2}})
     answer = found.run()
     lines = search_text.explained(found, answer, "first.*.weight").splitlines()
     rows = [line for line in lines if line.startswith("  [")]
     assert len(rows) == 3 and sum(line.endswith("chosen") for line in rows) == 1
-    seconds = [float(re.search(r"([\d.,]+) ms a step", line)[1].replace(",", "")) for line in rows]
+    units = {"ms": 1e-3, "µs": 1e-6}
+    spans = [re.search(r"([\d.,]+) (ms|µs) a step", line).groups() for line in rows]
+    seconds = [float(number.replace(",", "")) * units[unit] for number, unit in spans]
     chosen = next(s for s, line in zip(seconds, rows, strict=True) if line.endswith("chosen"))
     assert chosen <= min(seconds) * (1 + 1e-3)
     assert "test_search.py" in search_text.explained(found, answer, "relu")

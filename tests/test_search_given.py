@@ -17,6 +17,7 @@ from mycel.plan.cluster import Cluster
 from mycel.plan.compression import CANDIDATES
 from mycel.search_given import Given
 from mycel.search_remarks import remarked
+from mycel.sizes import span
 from mycel.train.planner import search
 
 CRAWLING = {**SLOW, "levels": [SLOW["levels"][0], {"bytes_s": 1e6, "start_s": 1e-6, "name": "network"}]}
@@ -160,6 +161,8 @@ def test_what_cannot_be_given(given, says):
 def test_stages_that_do_not_divide():
     with pytest.raises(PlanError, match="3 stages on 4 devices"):
         of(Deep(), tokens(), SLOW, given={"stages": 3}).run()
+    with pytest.raises(PlanError, match=r"4 stages want .* a step has 2\n  try       microbatches: 4 .*, or stages: 2"):
+        of(Deep(), tokens(), SLOW, given={"stages": 4, "microbatches": 2}).run()
     with pytest.raises(PlanError, match="in each of 2 stages"):
         of(Deep(), tokens(), SLOW, given={"stages": 2, "mesh": {"dp": 4}}).run()
 
@@ -171,6 +174,6 @@ def test_one_host_is_remarked_on_where_others_only_make_it_wait():
     alone = of(Two(), batch(), {**CRAWLING, "hosts": 1, "levels": CRAWLING["levels"][:1]}).run().best
     assert alone.seconds < answer.best.seconds
     (text,) = [text for text in answer.remarks if "one host" in text]
-    assert f"{alone.seconds * 1e3:,.1f} ms" in text and f"the {CRAWLING['devices']} devices" in text
+    assert span(alone.seconds) in text and f"the {CRAWLING['devices']} devices" in text
     quick = of(Two(), batch(), {**CRAWLING, "levels": [{"bytes_s": 1e12, "start_s": 1e-9}] * 2})
     assert not any("one host" in text for text in remarked(quick, quick.run()).remarks)

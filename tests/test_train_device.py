@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mycel.errors import PlanError, TrainError
+from mycel.plan import Plan
 from mycel.train import device
 from mycel.train.config import load
 from mycel.train.ranks import team
@@ -179,3 +180,22 @@ def test_a_plan_that_is_not_there_is_told_of_on_one_device(plan, told):
     with pytest.raises(PlanError, match=told):
         team(load(None, [f"parallel.plan={plan}"]))
     assert team(load(None, ["parallel.plan=tp"])).plan is None
+
+
+@pytest.mark.parametrize(
+    "content, told",
+    [
+        (b"mesh: {dp: 2", "the plan is not YAML: .*\\n  at        .*plan.yaml:\\d+:\\d+\\n  try "),
+        (b"\x9d\xff", "the plan is not text\\n  at        .*plan.yaml\\n  try       a YAML file saved as UTF-8"),
+        (b"[1, 2]", "a plan is a mapping\\n  at        .*plan.yaml"),
+    ],
+    ids=["broken", "binary", "list"],
+)
+def test_a_plan_that_cannot_be_read_is_told_of_on_one_device(content, told, tmp_path):
+    (tmp_path / "plan.yaml").write_bytes(content)
+    with pytest.raises(PlanError, match=told):
+        team(load(None, [f"parallel.plan={tmp_path / 'plan.yaml'}"]))
+    with pytest.raises(PlanError, match=r"there is no plan .*plans.yaml\n  try       .*/plan.yaml"):
+        team(load(None, [f"parallel.plan={tmp_path / 'plans.yaml'}"]))
+    with pytest.raises(PlanError, match="cannot read the plan: Is a directory"):
+        Plan.read(tmp_path)

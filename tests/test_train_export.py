@@ -127,7 +127,7 @@ def test_disk_full(tmp_path):
         export(one.module, tmp_path / "out", config=one.config)
         with pytest.raises(TrainError) as error:
             export(two.module, tmp_path / "out", config=two.config)
-        told(error, "disk full", "GiB are free", "unchanged", tmp_path / "out")
+        told(error, "disk full: it needs", " KiB are free", "unchanged", tmp_path / "out")
         assert intact(tmp_path / "out", one.module)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)

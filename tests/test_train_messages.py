@@ -15,6 +15,7 @@ from training import LLAMA, config, measured
 
 from mycel.errors import CheckpointError, MycelError, PlanError, TrainError
 from mycel.ir import Mesh
+from mycel.run.folder import RunFolder
 from mycel.train import expert_load
 from mycel.train.config import Config, Parallel
 from mycel.train.config import load as load_config
@@ -171,12 +172,19 @@ def test_more_steps_say_that_the_schedule_is_stretched(finished, tmp_path, capsy
         ("zero3", 2, {"dp": 2}),
         ("zero3+dp", 2, {"dp": 2}),
         (None, 2, {"dp": 2}),
-        ("zero3+tp", 4, {"dp": 4}),  # two axes: how many ranks along each is not said
     ],
 )
 def test_the_mesh_of_a_ready_plan_is_its_axis(plan, count, axes):
     assert _axes(Parallel(plan=plan), count) == axes
     assert _axes(Parallel(plan=plan, mesh={"a": 2}), count) == {"a": 2}
+
+
+def test_a_plan_over_several_axes_wants_a_mesh():
+    assert _axes(Parallel(plan="zero3+tp"), 1) == {}
+    with pytest.raises(
+        PlanError, match=r"splits over dp and tp, .* 6 ranks .*\n.*\n  try       'parallel.mesh=\{dp: 3, tp: 2\}'"
+    ):
+        _axes(Parallel(plan="zero3+tp"), 6)
 
 
 def test_a_plan_that_leaves_most_of_a_model_whole_says_so():
@@ -211,7 +219,7 @@ def test_a_folder_that_cannot_be_is_found_before_work_starts(disk, tmp_path, mon
     golden("told_unusable_folder", text.replace(str(tmp_path), "FOLDER"))
 
 
-def test_a_run_is_overwritten_when_asked_and_nothing_else_is(disk, finished, tmp_path, capsys):
+def test_a_run_is_overwritten_when_asked_and_nothing_else_is(disk, finished, tmp_path, capsys, monkeypatch):
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     given = config(disk, run, train={"steps": 2})
@@ -223,6 +231,9 @@ def test_a_run_is_overwritten_when_asked_and_nothing_else_is(disk, finished, tmp
         (run / name).write_text("of the run that was")
     assert train(given, overwrite=True) == 0 and not any((run / name).exists() for name in written)
     assert [r["step"] for r in measured(run)] == [1, 2] and not (run / "checkpoints" / "step-00000012").exists()
+    with RunFolder(run, resume=True), monkeypatch.context() as patch:
+        patch.setattr("mycel.train.loop.assemble", lambda *a: pytest.fail("work was done"))
+        assert "the folder is in use by process" in refused(given, CheckpointError, overwrite=True)
     (run / "thesis.tex").touch()
     text = refused(given, CheckpointError, overwrite=True)
     golden("told_not_overwritten", text.replace(str(tmp_path), "FOLDER"))

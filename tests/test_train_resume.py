@@ -173,8 +173,9 @@ def test_a_finished_run(disk, old, capsys):
     assert again(old) == 0 and "the run is finished: 12 steps are done" in capsys.readouterr().out
     shutil.rmtree(old / "model")
     assert again(old) == 0 and (old / "model" / "config.json").is_file() and same(tensors(old), before)
-    assert again(old, "train.steps=14") == 0
+    assert again(old, "train.steps=14", "train.clip_norm=null", "parallel.mesh={dp: 1}") == 0
     told = capsys.readouterr().out
+    assert "train.clip_norm was 1.0, is now null" in told and "parallel.mesh was null, is now {dp: 1}" in told
     assert "train.steps was 12, is now 14" in told and "from step 12" in told and measured(old)[-1]["step"] == 14
     assert again(old) == 0 and "finished: 14" in capsys.readouterr().out, "the new setting is kept"
 

@@ -192,6 +192,13 @@ def test_what_was_measured_is_remembered(tmp_path, monkeypatch):
     assert len(os.listdir(tmp_path / "kernels")) == 2
 
 
+@pytest.mark.parametrize("slow, first", [((), 0), ((1, 16, 64, 256), 1), ((64, 256), 64), ((1, 256), 256), ((16,), 0)])
+def test_a_processor_may_be_slow_from_some_number_of_rows_on(slow, first, monkeypatch):
+    """AVX-512 without bf16 is hardly slower at 16 rows, and six times at 256."""
+    monkeypatch.setattr(product_speed, "_is_slow", lambda dtype, rows: rows in slow)
+    assert product_speed._measured(torch.bfloat16) == first
+
+
 def test_a_processor_is_asked_for_cpus_alone():
     assert product_speed.slow_products(torch.device("cuda"), [torch.bfloat16]) == {}
     assert product_speed._measured(torch.float32) == 0  # a cast to itself gains nothing

@@ -28,6 +28,7 @@ from mycel.capture.hooks import hook_parameters
 from mycel.capture.island import ROOT, boundary, next_island, refusal
 from mycel.capture.kept_lists import KeptLists, refuse_additions
 from mycel.capture.rebound import effects_of, rebound_slots, restore, toggles, undo, updates_of
+from mycel.capture.record import Traced
 from mycel.capture.repeats import assemble
 from mycel.capture.rows import warn_of_experts
 from mycel.capture.state import (
@@ -226,6 +227,8 @@ def _capture(
             refuse_draws(draws)
         outs: list[torch.Tensor] = []
         out_tree = flatten(result, outs, objects=True, varying=True)
+        if not differentiated:
+            out_tree = out_tree.with_numbers(iter([isinstance(x, Traced) and x.weak for x in outs]))
         with tracer:
             results = [tracer.cell(x).read() for x in outs]
         with tracer:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
 import os
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Collection
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,7 +25,7 @@ import torch
 from mycel.ops.native_library import library_folder, processor
 
 HALVES = (torch.bfloat16, torch.float16)
-FEW, MANY = 1, 16  # rows
+ROWS = (1, 16, 64, 256)  # AVX-512 without bf16: hardly slower at 16 rows, six times at 256
 SIZE = 256  # of the weight's dims
 MARGIN = 2.0  # how many times as long it must take: chance does not decide
 ROUNDS = 8  # of which the quickest counts: what others do to the machine only adds
@@ -39,11 +41,11 @@ def slow_products(device: torch.device, dtypes: Collection[torch.dtype]) -> dict
 
 @functools.cache
 def _slow_from(dtype: torch.dtype) -> int:
-    """1, MANY, or 0: at no number of rows."""
+    """One of ROWS, or 0: at no number of rows."""
     folder = library_folder()
     if folder is None:
         return _measured(dtype)
-    name = hashlib.sha256(f"{processor()}|{torch.__version__}|{MARGIN}".encode()).hexdigest()[:16]
+    name = hashlib.sha256(f"{processor()}|{torch.__version__}|{MARGIN}|{ROWS}".encode()).hexdigest()[:16]
     path = folder / f"products-{str(dtype).removeprefix('torch.')}-{name}.json"
     try:
         return _kept(path) if path.is_file() else _kept(_written(path, _measured(dtype)))
@@ -67,8 +69,9 @@ def _written(path: Path, rows: int) -> Path:
 
 
 def _measured(dtype: torch.dtype) -> int:
-    slow = [rows for rows in (FEW, MANY) if _is_slow(dtype, rows)]
-    return min(slow) if MANY in slow else 0
+    """The least of ROWS from which on all are slow."""
+    slow = [*itertools.takewhile(partial(_is_slow, dtype), reversed(ROWS))]
+    return slow[-1] if slow else 0
 
 
 def _is_slow(dtype: torch.dtype, rows: int) -> bool:

@@ -31,11 +31,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from mycel.errors import PlanError, TrainError
 from mycel.plan.hardware import SEEN, Hardware
 from mycel.plan.links import Link
+from mycel.plan.mapping_file import read_mapping
 from mycel.sizes import parse_bytes, shown
 
 GIB = 1 << 30
@@ -124,7 +123,7 @@ class Cluster:
             return _cluster(dict(source), "the cluster")
         text = str(source)
         if text.endswith((".yaml", ".yml")) or Path(text).is_file():
-            return _cluster(_file(Path(text)), text)
+            return _cluster(read_mapping(Path(text), "cluster", "device: H100, devices: 8, hosts: 2"), text)
         preset = re.fullmatch(r"(.+?)(?:x(\d+))?(?:x(\d+))?", text)
         assert preset is not None
         hosts_given = preset[3] is not None
@@ -141,16 +140,6 @@ class Cluster:
                 f"{inside}: {world // inside} hosts of {inside}"
             )
         return _cluster({"name": text, "device": preset[1], "devices": devices, "hosts": world // devices}, text)
-
-
-def _file(path: Path) -> dict[str, Any]:
-    try:
-        data = yaml.safe_load(path.read_text())
-    except (OSError, yaml.YAMLError) as e:
-        raise PlanError(f"cannot read the cluster\n  at        {path}\n  because   {' '.join(str(e).split())}") from e
-    if not isinstance(data, dict):
-        raise PlanError(f"a cluster is a mapping\n  at        {path}\n  try       device: H100, devices: 8, hosts: 2")
-    return data
 
 
 def _cluster(data: dict[str, Any], where: str) -> Cluster:

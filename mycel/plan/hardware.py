@@ -192,7 +192,7 @@ def probe_text() -> str:
     """What a probe wrote here; nothing, if none did.  A file that is named and not there is an error."""
     path = probe_path()
     if path is not None and path.is_file():
-        return path.read_text()
+        return path.read_text(errors="replace")  # what is no text is no YAML, and told of as such
     if path is not None and os.environ.get("MYCEL_PROBE"):
         raise PlanError(
             f"no file {path}\n  at        the environment: MYCEL_PROBE\n"

@@ -188,6 +188,12 @@ def refuse_strange(path: Path) -> None:
         )
 
 
+def refuse_in_use(path: Path) -> None:
+    """A folder that another process writes to."""
+    if (path / NAME).is_file():
+        Lock(path).release()
+
+
 def _empty(path: Path) -> None:
     """Remove the run in a folder, whose lock this process holds."""
     for entry in path.iterdir():

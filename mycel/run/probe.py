@@ -29,6 +29,7 @@ from mycel.ir import OPS, Mesh, type_of
 from mycel.ops.conv import channels_last
 from mycel.ops.sdpa import counted
 from mycel.run.allocator import keep_freed_memory
+from mycel.run.brief_probe import KERNELS, small_operators
 from mycel.run.processes import Processes, world
 from mycel.run.rendezvous import seat
 
@@ -95,14 +96,14 @@ class Probe:
         self.ranks, self.say = ranks, say
         self.device = ranks.device
         self.sizes: dict[str, Any] = SIZES["cuda" if self.device.type == "cuda" else "cpu"]
-        self.launch_s = 0.0
+        self.launch_s = self.one_s = 0.0  # from one kernel of a step to the next, and to the same one again
         self.is_crowded = False  # do ranks share cores?
 
     def run(self, local: int) -> dict[str, Any]:
         self.is_crowded = self.device.type == "cpu" and self._shares_cores()
         is_cuda = self.device.type == "cuda"
         self.say("starting a kernel")
-        self.launch_s = self._launch()
+        self.one_s, self.launch_s = self._launch()
         rates: dict[str, list[list[float]]] = {"memory": list(self._memory())}
         for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
             if name == "bf16" and not is_cuda:
@@ -174,7 +175,7 @@ class Probe:
         if self.device.type == "cuda":
             return self._on_device(fn)
         whole = self.seconds(fn)
-        return max(whole - self.launch_s, 0.1 * whole)
+        return max(whole - self.one_s, 0.1 * whole)
 
     def _on_device(self, fn: Callable[[], Any]) -> float:
         """Of one run among many that a graph of the device starts by itself; the mean of all ranks.  A device is slower
@@ -227,9 +228,10 @@ class Probe:
     def _rand(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.rand(shape, device=self.device, dtype=dtype)
 
-    def _launch(self) -> float:
+    def _launch(self) -> tuple[float, float]:
         x = self._rand(16)
-        return self.seconds(lambda: torch.add(x, x))
+        one_s = self.seconds(lambda: torch.add(x, x))
+        return one_s, one_s if self.device.type == "cuda" else self.seconds(small_operators()) / KERNELS
 
     def _memory(self) -> Iterator[list[float]]:
         """Two read, one written, the result new each time, as in a step."""

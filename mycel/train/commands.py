@@ -130,9 +130,9 @@ def generate(
     asked = []
     for record, at in generating.prompts(file):  # all of them, before the first response
         ids = (
-            generating.message_ids(tokenizer, record["messages"])
+            generating.message_ids(tokenizer, record["messages"], at)
             if "messages" in record
-            else generating.prompt_ids(tokenizer, str(record["prompt"]), chat)
+            else generating.prompt_ids(tokenizer, str(record["prompt"]), chat, at)
         )
         generating.refuse_long(ids, decoder, at)
         asked.append((record, ids))

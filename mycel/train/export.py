@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from mycel.sizes import shown
 from mycel.train import lora
 from mycel.train.cache import sync
 from mycel.train.models import ADAPTER, count
@@ -150,5 +151,5 @@ def _cause(error: Exception, module: nn.Module, where: Path) -> str:
     full = getattr(error, "errno", None) == errno.ENOSPC or os.strerror(errno.ENOSPC) in str(error)
     if not full:
         return one_line(error)
-    needed, free = count(module).total_bytes / 2**30, shutil.disk_usage(where).free / 2**30
-    return f"disk full: it needs {needed:.3g} GiB, {free:.3g} GiB are free"
+    needed, free = count(module).total_bytes, shutil.disk_usage(where).free
+    return f"disk full: it needs {shown(needed)}, {shown(free)} are free"

@@ -40,26 +40,29 @@ class Sampling:
             )
 
 
-def prompt_ids(tokenizer: Tokenizer, prompt: str, chat: bool = False) -> list[int]:
+def prompt_ids(tokenizer: Tokenizer, prompt: str, chat: bool = False, at: str = "--prompt") -> list[int]:
     """A prompt's tokens; with `chat` as a user's message, up to where the assistant takes over."""
-    return message_ids(tokenizer, [{"role": "user", "content": prompt}]) if chat else _ids(tokenizer, prompt)
+    if not chat:
+        return _ids(tokenizer, prompt, at)
+    return message_ids(tokenizer, [{"role": "user", "content": prompt}], at, "a prompt without --chat")
 
 
-def message_ids(tokenizer: Tokenizer, messages: Sequence[Any]) -> list[int]:
+def message_ids(
+    tokenizer: Tokenizer, messages: Sequence[Any], at: str, hint: str = '{"prompt": "…"} instead of messages'
+) -> list[int]:
+    """The tokens of a chat, up to where the assistant takes over; an error says where it is, and the hint."""
     try:
         return [int(i) for i in tokenizer.encode(tokenizer.ask(messages))]
     except ValueError as error:
-        raise TrainError(
-            f"messages cannot be used: {error}\n  at        the tokenizer\n  try       a prompt without --chat"
-        ) from None
+        raise TrainError(f"messages cannot be used: {error}\n  at        {at}\n  try       {hint}") from None
 
 
-def _ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
+def _ids(tokenizer: Tokenizer, prompt: str, at: str) -> list[int]:
     ids = [int(i) for i in tokenizer.encode(prompt)]
     if tokenizer.bos is not None and (tokenizer.adds_bos or not ids):
         ids.insert(0, tokenizer.bos)
     if not ids:
-        raise TrainError("the prompt has no tokens\n  at        --prompt\n  try       at least one character")
+        raise TrainError(f"the prompt has no tokens\n  at        {at}\n  try       at least one character")
     return ids
 
 
@@ -122,9 +125,9 @@ def prompts(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
     on each line."""
     try:
         lines = file.read_text().splitlines()
-    except OSError as error:
-        what = f"cannot read the prompts: {error.strerror}"
-        raise TrainError(f"{what}\n  at        {file}\n  try       another file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise TrainError(f"cannot read the prompts: {why}\n  at        {file}\n  try       another file") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue

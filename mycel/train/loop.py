@@ -34,7 +34,7 @@ from mycel.ir import Mesh
 from mycel.plan import Measured, hardware_of, write_down
 from mycel.plan.decide import LESS
 from mycel.run.checkpoint import Loaded, Saver, best, latest, load_latest, load_latest_parts
-from mycel.run.folder import RunFolder, explain, refuse_strange, refuse_unwritable, refuse_used
+from mycel.run.folder import RunFolder, explain, refuse_in_use, refuse_strange, refuse_unwritable, refuse_used
 from mycel.run.rendezvous import seat
 from mycel.run.shards import read_manifest
 from mycel.train import device as devices
@@ -53,6 +53,7 @@ from mycel.train.signals import Interrupted, Signals
 from mycel.train.steps import Steps
 from mycel.train.tasks import mean_over
 from mycel.train.waiting import Waiting
+from mycel.train.written import inline
 
 FAILED = 1
 BROKEN = 3  # steps skipped at the end of a run, in a row: one or two are what loss scaling skips now and then
@@ -152,6 +153,7 @@ class Run:
         refuse_unwritable(folder)
         if self.overwrite:
             refuse_strange(folder)
+            refuse_in_use(folder)
         elif self.dry_run:
             with suppress_to(self._note):
                 refuse_used(folder)
@@ -171,7 +173,7 @@ class Run:
         before = load(folder / "config.yaml") if (folder / "config.yaml").is_file() else self.config
         for name, old, new in _changes(before, self.config):
             if name != "run":
-                self._note(f"{name} was {old}, is now {new}")
+                self._note(f"{name} was {_as_written(old)}, is now {_as_written(new)}")
         if not self.team.first(lambda: any((folder / CHECKPOINTS).glob("step-*"))):
             refused = self.team.first(lambda: _checkpoints_gone(folder, before))
             if refused:
@@ -448,6 +450,12 @@ def _changes(before: Any, now: Any, above: str = "") -> list[tuple[str, Any, Any
         for name in names
         for change in _changes(old.get(name), new.get(name), f"{above}.{name}" if above else name)
     ]
+
+
+def _as_written(value: Any) -> str:
+    """A setting as a file has it: {dp: 2}, null."""
+    plain = value.model_dump(mode="json") if isinstance(value, Section) else value
+    return inline(str(plain) if isinstance(plain, Path) else plain)
 
 
 def _results(folder: Path, exported: str) -> list[tuple[str, str]]:

@@ -15,21 +15,18 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 from signal import Signals
 from types import TracebackType
 from typing import Any, Self
 
 import torch
-import yaml
 
 from mycel.errors import PlanError
 from mycel.ir import Mesh
 from mycel.plan import Plan, probe_text
-from mycel.plan.plan_file import ready_plans
+from mycel.plan.plan_file import plan_data, ready_plans
 from mycel.run.checkpoint import ALONE, MeshProcess
 from mycel.run.processes import Processes, code_version, world
 from mycel.run.rendezvous import seat
@@ -158,9 +155,8 @@ def _searched(config: Config, count: int) -> tuple[Plan, str]:
 def _of_several_programs(parallel: Parallel) -> Plan | None:
     """A plan by which ranks run several programs: of a pipeline, whose mesh is that inside a stage, or that of all
     ranks with the axis of stages; or of sub-models in places, each of which has a mesh."""
-    plan = parallel.plan
-    written: Any = plan if isinstance(plan, dict) else _read(Path(plan)) if plan is not None and is_file(plan) else None
-    if not isinstance(written, dict) or not (written.get("stages") or written.get("place")):
+    plan, written = parallel.plan, _written(parallel)
+    if not (written.get("stages") or written.get("place")):
         return None
     if written.get("place") and parallel.mesh is not None:
         raise PlanError(
@@ -174,32 +170,36 @@ def _of_several_programs(parallel: Parallel) -> Plan | None:
 def _axes(parallel: Parallel, count: int) -> dict[str, int]:
     """The mesh: as it is said, else the plan's own, else all ranks along the one axis of ready plans, or as data
     parallel ranks."""
-    plan = parallel.plan
-    written: Any = plan if isinstance(plan, dict) else _read(Path(plan)) if plan is not None and is_file(plan) else None
-    own = written.get("mesh") if isinstance(written, dict) else None
+    plan, own = parallel.plan, _written(parallel).get("mesh")
     if parallel.mesh is None and isinstance(own, dict):
         return own
-    named = {*plan.split("+")} if isinstance(plan, str) and not is_file(plan) else set()
-    axes = {"dp" if name.startswith("zero") else name for name in named & {*ready_plans()} - {"tp2d"}}
-    if parallel.mesh is None and len(axes) == 1 and count > 1:
-        return {axes.pop(): count}
-    return parallel.axes(count)
+    named = plan.split("+") if isinstance(plan, str) and not is_file(plan) else []
+    ready = [name for name in named if name in {*ready_plans()} - {"tp2d"}]
+    axes = [*dict.fromkeys("dp" if name.startswith("zero") else name for name in ready)]
+    if parallel.mesh is not None or not axes or count == 1:
+        return parallel.axes(count)
+    if len(axes) == 1:
+        return {axes[0]: count}
+    inside = next(n for n in range(2, count + 1) if count % n == 0)
+    sizes = {**dict.fromkeys(axes, 1), axes[0]: count // inside, axes[-1]: inside}
+    raise PlanError(
+        f"the plan {plan} splits over {' and '.join(axes)}, and no mesh says how many of {count} ranks lie along each\n"
+        f"  at        parallel.mesh\n  try       'parallel.mesh={{{', '.join(f'{a}: {n}' for a, n in sizes.items())}}}'"
+    )
 
 
 def _refuse_unknown_names(parallel: Parallel, mesh: Mesh) -> None:
-    """Also where one rank needs no plan: PlanError for a name that no ready plan and no file has."""
+    """Also where one rank needs no plan: PlanError for a name that no ready plan has."""
     plan = parallel.plan
-    if not isinstance(plan, str):
-        return
-    if not (Path(plan).is_file() if is_file(plan) else {*plan.split("+")} <= {*ready_plans()}):
+    if isinstance(plan, str) and not is_file(plan) and not {*plan.split("+")} <= {*ready_plans()}:
         Plan.read(plan, mesh)
 
 
-def _read(path: Path) -> Any:
-    """A plan's file; one that cannot be read is told of where it is used."""
-    with suppress(OSError, ValueError, yaml.YAMLError):
-        return yaml.safe_load(path.read_text())
-    return None
+def _written(parallel: Parallel) -> dict[str, Any]:
+    """The plan as a file or the configuration has it, also where one rank needs none: PlanError for a file that is
+    none.  Ready plans are known by their names: nothing."""
+    plan = parallel.plan
+    return plan_data(plan)[0] if isinstance(plan, dict) or (plan is not None and is_file(plan)) else {}
 
 
 def _plan(parallel: Parallel, mesh: Mesh) -> Plan:

@@ -58,10 +58,8 @@ class ChoiceScore:
     questions: int
 
     def __str__(self) -> str:
-        return (
-            f"accuracy {self.accuracy:.2%}, for each byte {self.accuracy_by_byte:.2%}, of {self.questions:,} questions "
-            "with choices"
-        )
+        questions = "1 question" if self.questions == 1 else f"{self.questions:,} questions"
+        return f"accuracy {self.accuracy:.2%}, for each byte {self.accuracy_by_byte:.2%}, of {questions} with choices"
 
 
 @dataclass(frozen=True)

@@ -133,7 +133,7 @@ def restore(loaded: Loaded, parts: Assembly) -> list[str]:
     """A checkpoint into the parts of a run, random state apart; notes on what may make other bits.  Refused whole if it
     does not fit."""
     own, saved = _own(parts), _part(loaded, "model.")
-    _check_shapes(loaded, own, saved)
+    check_shapes(loaded.path, own, saved)
     _check_identity(loaded, parts)
     with torch.no_grad():
         for name, x in own.items():
@@ -161,7 +161,7 @@ def take_weights(parts: Assembly, checkpoint: Path) -> None:
         else:
             loaded = load_named_parts(checkpoint, lambda m: _of_model(wanted(parts, m)), reader(parts), parts.device)
         own, saved = _own(parts), _part(loaded, "model.")
-        _check_shapes(loaded, own, saved)
+        check_shapes(loaded.path, own, saved)
         with torch.no_grad():
             for name, x in own.items():
                 x.copy_(saved[name])
@@ -238,7 +238,8 @@ def kind(x: torch.Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
-def _check_shapes(loaded: Loaded, own: Tensors, saved: Tensors) -> None:
+def check_shapes(path: Path, own: Tensors, saved: Tensors) -> None:
+    """CheckpointError where tensors of a model are not those of a checkpoint, by name, dtype and shape."""
     type_text: Callable[[str, Tensors], str] = lambda name, of: (
         f"{kind(of[name])}{list(of[name].shape)}" if name in of else "not there"
     )
@@ -251,5 +252,5 @@ def _check_shapes(loaded: Loaded, own: Tensors, saved: Tensors) -> None:
         more = f"\n  and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         what = f"the checkpoint is of another model: {len(wrong)} tensors differ{rows}{more}"
         raise CheckpointError(
-            f"{what}\n  at        {loaded.path}\n  try       the model settings that the run was started with"
+            f"{what}\n  at        {path}\n  try       the model settings that the run was started with"
         )

@@ -25,6 +25,7 @@ from mycel.train import models
 from mycel.train.assemble import adapt, tokenizer_of, tokenizer_source
 from mycel.train.models import LoadedModel
 from mycel.train.progress import number
+from mycel.train.state import check_shapes
 from mycel.train.tokenize import VOCABULARIES, Tokenizer, load_tokenizer
 
 
@@ -113,12 +114,7 @@ def _of_run(run: Path, last: bool, device: torch.device) -> TrainedModel:
     adapt(config, model.module)
     saved = load_checkpoint(path, device, only=lambda name: name.startswith("model.")).tensors
     own = model_tensors(model.module, frozen=False)
-    strange = {*own} ^ {name.removeprefix("model.") for name in saved}
-    if strange:
-        raise TrainError(
-            f"the checkpoint is of another model: {sorted(strange)[0]} is not in both\n  at        {path}\n"
-            "  try       the model that the run was started with"
-        )
+    check_shapes(path, own, {name.removeprefix("model."): x for name, x in saved.items()})
     with torch.no_grad():
         for name, x in own.items():
             x.copy_(saved[f"model.{name}"])

@@ -480,7 +480,9 @@ def _remembered(fn: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _bool(x: Any = False) -> Any:
-    return decide(x)
+    """bool, which asks a tensor for its truth: one that is not known is a number, as those of float and int are."""
+    answer = decide(x)
+    return as_number(TRACING[-1], answer) if isinstance(answer, torch.Tensor) else answer
 
 
 def _number(kind: type[float] | type[int]) -> Callable[..., Any]:
