@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mycel.capture import flatten
+from mycel.capture import flatten, rewritten
 from mycel.errors import TrainError
 from mycel.ir import Program, Var
 
@@ -35,7 +35,7 @@ def objective(model: torch.nn.Module, loss: Callable[..., Any] | None, outputs: 
     if _first_argument(loss) == "model":
 
         def of_batch(*args: Any, **kwargs: Any) -> Any:
-            value = loss(model, *args, **kwargs)
+            value = rewritten(loss)(model, *args, **kwargs)
             return _and_rest(value, None) if outputs else _scalar(value)
 
         return of_batch
@@ -55,7 +55,7 @@ def objective(model: torch.nn.Module, loss: Callable[..., Any] | None, outputs: 
             left = max(len(args) - max(wanted.least - 1 - len(mine), 0), model_arity.least)
             count = left if count is None else min(count, left)
         out = model(*args[:count], **{k: v for k, v in kwargs.items() if named is None or k in named})
-        value = loss(out, *wanted.rest_of(args, count, mine), **mine)
+        value = rewritten(loss)(out, *wanted.rest_of(args, count, mine), **mine)
         if outputs:
             return _and_rest(value, out)
         if isinstance(value, (tuple, dict)):

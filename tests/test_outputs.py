@@ -138,3 +138,28 @@ def test_messages():
         refused(measured, named={"outputs": True}),
     ]
     golden("refusal_outputs", "\n\n".join(texts))
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["of the output", "of the model"])
+def test_decisions_and_numbers_of_a_loss_are_part_of_the_program(whole):
+    """Without an island, which strict refuses; numbers stay tensors, and are those of each step."""
+
+    def judged(out, y):
+        value, large = (out - y).square().mean(), bool(out.max() > 0)
+        if value > 1:
+            value = value * 2
+        return value, {"large": large, "sum": float(out.sum())}
+
+    def of_model(model, x, y):
+        return judged(model(x), y)
+
+    net, x = torch.nn.Linear(2, 1), torch.tensor([[1.0, 2.0]])
+    loss = of_model if whole else judged
+    step = mycel.train_step(net, torch.optim.SGD(net.parameters(), lr=0.0), loss, outputs=True, strict=True)
+    for bias in (5.0, -5.0):
+        with torch.no_grad():
+            net.bias.fill_(bias)
+        eager, told = judged(net(x), torch.zeros(1, 1))
+        value, outputs = step(x, torch.zeros(1, 1))
+        assert torch.allclose(value, eager) and bool(outputs["large"]) == told["large"] == (bias > 0)
+        assert float(outputs["sum"]) == pytest.approx(told["sum"])
