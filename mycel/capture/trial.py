@@ -18,6 +18,7 @@ from mycel.capture.sampling import counts, extremes, others, sample
 from mycel.capture.state import Container, Location, Reachable, contents, is_static, owner, put_back
 from mycel.capture.trace import Tracer
 from mycel.capture.tree import Tree, flatten, holds_tensors
+from mycel.capture.unfollowed import Untouched, keep_apart, state_of, untouched
 from mycel.errors import RunError
 from mycel.ir import Type, Var, is_float, type_of
 
@@ -50,7 +51,11 @@ class Trial:
             raise NoIslandError(
                 f"{call_name(fn, '')} reaches an iterator, which would go on once more for the gradient"
             )
+        if any(type(value) is Untouched for value in self.arguments.statics()):
+            raise NoIslandError(f"{call_name(fn, '')} is given what Python alone knows the state of")
         self.boxes: list[Container] = reached.boxes
+        self.unfollowed = reached.unfollowed
+        self.states: list[Callable[[], None]] = []  # of these, before the last run
         self.operands: list[torch.Tensor] = []
         at: dict[int, int] = {}
         for x, places in [(places[0].read(), places) for places in reached.tensors.values()]:
@@ -128,6 +133,7 @@ class Trial:
     def _try(self, values: Sequence[torch.Tensor], watched: Any = None) -> Any:
         """What one run of the call did, under a mode that watches it; None where it failed."""
         olds = [contents(box.slots) for box in self.boxes]
+        states = [state_of(untouched(place.read())) for place in self.unfollowed]
         with suspended(), torch.set_grad_enabled(self.grad), states_kept() as drawn:
             leaves = [
                 x.detach().clone().requires_grad_(i in self.differentiable and self.grad) for i, x in enumerate(values)
@@ -166,6 +172,8 @@ class Trial:
             finally:
                 for box, old in zip(self.boxes, olds, strict=True):
                     put_back(box.slots, old)
+                for state in states:
+                    state()
         self._forget([*changes, *((place.container, place.key) for place in kept)])
         return frozenset(written), kept_trees, out, types_, drawn(), bool(changes)
 
@@ -191,7 +199,7 @@ class Trial:
         for box in self.boxes:
             now = contents(box.slots)
             for key in {**box.old, **now}:
-                new, old = now.get(key), box.old.get(key)
+                new, old = now.get(key), untouched(box.old.get(key))
                 i = slot_of.get((id(owner(box.slots)), key))
                 if i is not None:
                     if new is given[i]:
@@ -251,6 +259,24 @@ class Trial:
         return bool(ways(self) == ways(other))
 
     def __call__(self, operands: Sequence[torch.Tensor], again: bool) -> list[torch.Tensor]:
+        if not self.unfollowed:
+            return self._once(operands, again)
+        things = [place.read() for place in self.unfollowed]
+        states = [state_of(thing) for thing in things]
+        if not again:
+            self.states = states
+            results = self._once(operands, again)
+            keep_apart(things, operands)
+            return results
+        for state in self.states:  # it finds what it found the first time
+            state()
+        try:
+            return self._once(operands, again)
+        finally:
+            for state in states:
+                state()
+
+    def _once(self, operands: Sequence[torch.Tensor], again: bool) -> list[torch.Tensor]:
         olds = None
         if self.changes_python:
             olds = [contents(box.slots) for box in self.boxes]
@@ -303,8 +329,12 @@ class Trial:
     def _placed(self, operands: Sequence[torch.Tensor]) -> Iterator[None]:
         """The operands lie where the code finds them; afterwards what was there does."""
         held = [place for _, place in self.places] + [place for place, _, _ in self.tuples.values()]
+        stands_in = [place for place in self.unfollowed if type(place.read()) is Untouched]
+        held += stands_in
         before = [_read(place) for place in held]
         try:
+            for place in stands_in:
+                place.write(untouched(place.read()))
             for i, place in self.places:
                 _write(place, self._as_python(i, operands[i]))
             for place, old, items in self.tuples.values():

@@ -64,17 +64,45 @@ DRAWS: dict[Any, Callable[..., Any]] = {
 }
 
 
+def _seed(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """What sets the state of a generator: numbers drawn after it are no draws of the program's key."""
+
+    def seed(*args: Any, **kwargs: Any) -> Any:
+        if TRACING:
+            raise refuse(
+                f"{plain.__name__} sets the state of a generator of random numbers, which a program has none of",
+                "drawing these numbers outside and passing them as an argument",
+            )
+        return plain(*args, **kwargs)
+
+    return seed
+
+
+DRAWS.update(
+    (f, _seed(f)) for f in (torch.manual_seed, torch.seed, torch.set_rng_state, random.seed, random.setstate)
+)
+DRAWS.update((f, _seed(f)) for f in (np.random.seed, np.random.set_state))
+
+
 def drawn_state() -> tuple[Any, ...]:
-    """Where Python's and NumPy's generators are."""
-    _, keys, at, *_ = np.random.get_state()
-    return random.getstate(), np.asarray(keys).tobytes(), at
+    """Where Python's, NumPy's and torch's generators are."""
+    return random.getstate(), np.random.get_state(), torch.get_rng_state()
 
 
 def refuse_draws(before: tuple[Any, ...]) -> None:
-    """CaptureError where numbers were drawn since that are no part of the program."""
-    now = drawn_state()
-    if now != before:
-        whose = "Python's" if now[0] != before[0] else "NumPy's"
+    """CaptureError where numbers were drawn since that are no part of the program; the generators are where they
+    were."""
+    python, arrays, tensors = before
+    moved = {
+        "Python's": random.getstate() != python,
+        "NumPy's": repr(np.random.get_state()) != repr(arrays),
+        "torch's": not torch.equal(torch.get_rng_state(), tensors),
+    }
+    if any(moved.values()):
+        random.setstate(python)
+        np.random.set_state(arrays)
+        torch.set_rng_state(tensors)
+        whose = next(name for name, is_moved in moved.items() if is_moved)
         raise refuse(
             f"{whose} random numbers were drawn while the code was captured: every call would use the same ones",
             "torch.rand or torch.randint, or drawing them outside and passing them as an argument",
