@@ -226,7 +226,7 @@ def _capture(
             if differentiated:
                 hook_parameters(tracer, places.parameters())
             result = boundary(tracer, (ROOT,), fn, functools.partial(enter, fn))(*traced[0], **traced[1])
-            refuse_draws(draws)
+        refuse_draws(draws)
         outs: list[torch.Tensor] = []
         out_tree = flatten(result, outs, objects=True, varying=True)
         with tracer:

@@ -59,6 +59,10 @@ class Traced(torch.Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Traced({self.cell.var})"
 
+    def __round__(self, digits: int | None = None) -> Any:
+        """Python rounds as decimal numbers are written."""
+        raise refuse_read("__round__")
+
     def __hash__(self) -> int:
         """Tensors are found by what they are, numbers by their value, which is not known."""
         if self.weak:

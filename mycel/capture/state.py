@@ -11,7 +11,7 @@ names.
     statics    plain Python values: must be equal at every call, else the code is captured again
     sizes      lists, dicts and objects: must hold as much at every call
     boxes      dicts, lists, cells, globals and classes whose slots the code may rebind
-    unfollowed deques and generators of random numbers: code that uses them stays Python
+    unfollowed deques, generators of random numbers, files: code that uses them stays Python
 """
 
 from __future__ import annotations

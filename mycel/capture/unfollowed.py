@@ -1,4 +1,4 @@
-"""Objects outside of the code whose state capture does not follow: deques, generators of random numbers.
+"""Objects outside of the code whose state capture does not follow: deques, generators of random numbers, files.
 
     self.recent.append(loss.item())        a deque
     self.rng.permutation(n)                a numpy.random.RandomState
@@ -10,6 +10,7 @@ for a gradient.
 
 from __future__ import annotations
 
+import io
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -24,9 +25,11 @@ _NUMPY = ("RandomState", "Generator")
 
 
 def is_unfollowed(value: Any) -> bool:
-    """A deque of other things than modules and parameters, or a generator of random numbers."""
+    """A deque of other things than modules and parameters, a generator of random numbers, or a file that is written."""
     if isinstance(value, deque):
         return not any(isinstance(x, (torch.nn.Module, torch.nn.Parameter)) for x in value)
+    if isinstance(value, io.IOBase):
+        return not value.closed and value.writable()
     return (
         type(value) is Untouched
         or isinstance(value, (random.Random, torch.Generator))
@@ -52,7 +55,7 @@ def _touch(thing: Untouched, *args: Any) -> NoReturn:
     real, shown = (object.__getattribute__(thing, name) for name in ("real", "shown"))
     raise refuse(
         f"{shown}, a {type(real).__name__} that lives outside of the function, is used: its state is Python's",
-        "a buffer of a fixed size, or torch's default generator",
+        "a buffer of a fixed size, torch's default generator, or using it outside of the function",
     )
 
 
@@ -102,6 +105,15 @@ def state_of(thing: Any) -> Callable[[], None]:
     if isinstance(thing, random.Random):
         state = thing.getstate()
         return lambda: thing.setstate(state)
+    if isinstance(thing, io.IOBase):
+        end = thing.tell() if thing.seekable() else None
+
+        def cut() -> None:
+            if end is not None:
+                thing.seek(end)
+                thing.truncate()
+
+        return cut
     if hasattr(thing, "bit_generator"):
         drawn = thing.bit_generator.state
         return lambda: setattr(thing.bit_generator, "state", drawn)
