@@ -101,8 +101,9 @@ class Trial:
         watched = CountedOperators()
         first = self._try(values, watched) or self._try(values)
         if first is None:
-            # with values that were made up it may, and yet be right
-            raise NoIslandError("its code fails in plain Python, too", final=not self.tracer.made_up)
+            # with values that were made up it may, and yet be right; or the code around catches that
+            final = not self.tracer.made_up and not self.tracer.caught
+            raise NoIslandError("its code fails in plain Python, too", final=final)
         self.written, self.kept, self.out, self.types, self.draws, self.changes_python = first
         if not self.types:
             raise NoIslandError(f"{call_name(self.fn, '')} returns no tensor")
