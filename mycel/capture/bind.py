@@ -388,9 +388,7 @@ class _GuardWriter:
         n_updates, n_effects = len(program.updates), sum(len([*tree.paths("")]) for _, tree in self.c.effects)
         n_results = n - n_updates - n_effects
         numbers = [(k, place) for k, (place, *_) in self.c.state.items() if isinstance(place.container, NumberSlots)]
-        if n == 1 and self.c.out.kind == "leaf" and not (
-            self.autocast or self.c.effects or self.c.copies or numbers
-        ):
+        if n == 1 and self.c.out.kind == "leaf" and not (self.autocast or self.c.effects or self.c.copies or numbers):
             self.lines.append(f"return {call}[0]")
             return
         run = f"{''.join(o + ', ' for o in outs)}= {call}" if outs else call

@@ -27,7 +27,7 @@ from mycel.capture.fence import OPENED, refuse
 from mycel.capture.hooks import hook_parameters
 from mycel.capture.island import ROOT, boundary, next_island, refusal
 from mycel.capture.kept_lists import KeptLists, refuse_additions
-from mycel.capture.rebound import copied, effects_of, rebound_slots, restore, toggles, undo, updates_of
+from mycel.capture.rebound import cleared_grads, copied, effects_of, rebound_slots, restore, toggles, undo, updates_of
 from mycel.capture.repeats import assemble
 from mycel.capture.rows import warn_of_experts
 from mycel.capture.state import (
@@ -245,7 +245,7 @@ def _capture(
         effects += additions
         results += more + added
         copies += rebound + kept
-        effects += toggles(tracer)
+        effects += toggles(tracer) + cleared_grads(tracer)
         tracer.refuse_rows(results, "they are what the program returns or keeps")
     except BaseException as e:
         untouched.put_back()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from mycel.capture.alias import Cell
+from mycel.capture.autograd import without_grads
 from mycel.capture.counters import CountedSlot, Slot, changed_values, place_of, slot_of
 from mycel.capture.fence import refuse
 from mycel.capture.record import Traced
@@ -127,9 +128,17 @@ def toggles(tracer: Tracer) -> list[tuple[Location, Tree]]:
     ]
 
 
+def cleared_grads(tracer: Tracer) -> list[tuple[Location, Tree]]:
+    """Parameters have no gradient after the call, where the code has taken one away."""
+    return [
+        (Location("grad", "attribute", Attributes(x, ["grad"]), "grad"), Tree("static", None))
+        for x in without_grads(tracer)
+    ]
+
+
 def _guard_rebound(places: Reachable, structures: Structures, change: ReboundSlot) -> None:
-    """A slot that is new is one that was not there before, where code may ask for it (of a dict by a key that it makes);
-    a structure in a slot that nobody reads is of no interest, one that is read is read through the slot."""
+    """A slot that is new is one that was not there before, where code may ask for it (of a dict, by a key that it
+    makes); a structure in a slot that nobody reads is of no interest, one that is read is read through the slot."""
     box, key = change.box, change.key
     is_dict = isinstance(box.slots, dict) and box.inside is not None and box.inside.value is box.slots
     if key not in box.old and (is_dict or key in places.read_names):

@@ -122,6 +122,7 @@ class Record(Builder):
         self.closed: set[Var] = set()  # values of inner blocks that are finished: nothing outside may use them
         self.hints: dict[str, str] = {}  # names of what control flow gives back
         self.caught: list[Callable[[], Any]] = []  # what try statements around the line catch, the outermost first
+        self.leaf_grads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # what .grad is, since backward()
         self.raised: BaseException | None = None  # the last exception of a raise statement in rewritten code
         self.numbers = False  # are there weak tensors?
         self.asked_numbers = False  # … that stand for numbers which code asked of tensors?

@@ -64,26 +64,6 @@ DRAWS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _seed(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """What sets the state of a generator: numbers drawn after it are no draws of the program's key."""
-
-    def seed(*args: Any, **kwargs: Any) -> Any:
-        if TRACING:
-            raise refuse(
-                f"{plain.__name__} sets the state of a generator of random numbers, which a program has none of",
-                "drawing these numbers outside and passing them as an argument",
-            )
-        return plain(*args, **kwargs)
-
-    return seed
-
-
-DRAWS.update(
-    (f, _seed(f)) for f in (torch.manual_seed, torch.seed, torch.set_rng_state, random.seed, random.setstate)
-)
-DRAWS.update((f, _seed(f)) for f in (np.random.seed, np.random.set_state))
-
-
 def drawn_state() -> tuple[Any, ...]:
     """Where Python's, NumPy's and torch's generators are."""
     return random.getstate(), np.random.get_state(), torch.get_rng_state()
