@@ -170,7 +170,7 @@ class Remembers(nn.Module):
     def __init__(self, fn):
         super().__init__()
         self.fn, self.w = fn, nn.Parameter(torch.ones(3, dtype=torch.float64))
-        self.recent, self.file = collections.deque(maxlen=2), io.StringIO()
+        self.recent, self.file, self.kept = collections.deque(maxlen=2), io.StringIO(), []
         self.numbers, self.arrays = random.Random(0), np.random.RandomState(0)
         self.generator = torch.Generator().manual_seed(0)
 
@@ -182,6 +182,20 @@ def last_tensors(m, y):
     loss = y.sum() + sum(k.square().sum() for k in m.recent)
     m.recent.append(y.detach())
     return loss
+
+
+def last_rows_of_a_list(m, y):
+    if len(m.kept) > 2:
+        m.kept.pop(0)
+    m.kept.append(y.detach())
+    return y.sum() + torch.stack(m.kept).square().sum()
+
+
+def deque_made_by_a_call(m, y):
+    if not hasattr(m, "later"):
+        m.later = collections.deque(maxlen=2)
+    m.later.append(y.detach())
+    return y.sum() + sum(m.later).sum()
 
 
 def last_numbers(m, y):
@@ -213,6 +227,7 @@ def writes_a_log(m, y):
 
 
 STATES = [
+    last_rows_of_a_list, deque_made_by_a_call,
     last_tensors, last_numbers, chosen_by_python, chosen_by_numpy, noise_of_a_generator, noise_of_a_seed, writes_a_log,
 ]  # fmt: skip
 
@@ -223,7 +238,7 @@ def test_objects_with_a_state_of_their_own_go_on_as_in_eager_code(fn):
     model, twin = Remembers(fn), Remembers(fn)
     step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False)
     plain = torch.optim.SGD(twin.parameters(), lr=0.1)
-    for i in range(4):
+    for i in range(6):
         x = torch.tensor([0.3, -0.2, 0.7], dtype=torch.float64) * (i + 1)
         plain.zero_grad()
         want = twin(x)
@@ -231,6 +246,9 @@ def test_objects_with_a_state_of_their_own_go_on_as_in_eager_code(fn):
         plain.step()
         torch.testing.assert_close(step(x), want.detach())
         torch.testing.assert_close(model.w, twin.w)
-        assert repr(model.recent) == repr(twin.recent) and model.file.getvalue() == twin.file.getvalue()
-    with pytest.raises(mycel.CaptureError, match=r"that lives outside|generator|Generator"):
-        mycel.jit(model, strict=True)(x)
+        assert (
+            repr((model.recent, model.kept)) == repr((twin.recent, twin.kept))
+            and model.file.getvalue() == twin.file.getvalue()
+        )
+    with pytest.raises(mycel.CaptureError, match=r"that lives outside|enerator|a list that|a deque of"):
+        mycel.jit(Remembers(fn), strict=True)(x)

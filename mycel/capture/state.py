@@ -144,6 +144,19 @@ class Reachable:
         self.links[:] = [s for s in self.links if is_outside(s.place)]
         self.sizes[:] = [(c, n) for c, n in self.sizes if c is not held]
 
+    def leave_to_python(self, xs: list[Any]) -> None:
+        """A list whose state, and what is in it, is Python's alone from here on."""
+
+        def is_inside(place: Location) -> bool:
+            return place.container is xs or (place.inside is not None and is_inside(place.inside.place))
+
+        at = next(box.inside.place for box in self.boxes if box.slots is xs and box.inside is not None)
+        outside = {i: [p for p in places if not is_inside(p)] for i, places in self.tensors.items()}
+        self.tensors = {i: places for i, places in outside.items() if places}
+        self.boxes = [box for box in self.boxes if box.inside is None or not is_inside(box.inside.place)]
+        self.boxes = [box for box in self.boxes if box.slots is not xs]
+        self.unfollowed.append(at)
+
     # -- walking --------------------------------------------------------------------------------------------
 
     def _visit(self, name: str, value: Any, inside: Guarded | None) -> None:

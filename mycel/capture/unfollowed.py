@@ -94,8 +94,8 @@ class UntouchedObjects:
 
 def state_of(thing: Any) -> Callable[[], None]:
     """What makes the object again what it is now."""
-    if isinstance(thing, deque):
-        items = list(thing)
+    if isinstance(thing, (deque, list)):
+        items = [*thing]
 
         def refill() -> None:
             thing.clear()
@@ -122,10 +122,10 @@ def state_of(thing: Any) -> Callable[[], None]:
 
 
 def keep_apart(things: Sequence[Any], operands: Sequence[torch.Tensor]) -> None:
-    """Tensors in deques share no memory with operands, which the program may use for something else."""
+    """Tensors in deques and lists share no memory with operands, which the program may use for something else."""
     memory = {x.untyped_storage().data_ptr() for x in operands if x.numel()}
     for thing in things:
-        for i, item in enumerate(thing) if isinstance(thing, deque) else ():
+        for i, item in enumerate(thing) if isinstance(thing, (deque, list)) else ():
             leaves: list[torch.Tensor] = []
             tree = flatten(item, leaves, objects=True)
             if any(x.untyped_storage().data_ptr() in memory for x in leaves):
