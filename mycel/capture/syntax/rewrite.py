@@ -194,8 +194,7 @@ class _Rewriter(ast.NodeTransformer):
         if types:  # what is caught is known while the body runs; refusals are not the user's to catch
             caught = self.lazy(placed(ast.Tuple(copy.deepcopy(types), ast.Load()), node))
             node.body = [placed(ast.With([ast.withitem(_runtime("attempt", caught))], node.body), node)]
-            refusals = ast.Attribute(_name(RUNTIME), "REFUSALS", ast.Load())
-            node.handlers.insert(0, placed(ast.ExceptHandler(refusals, None, [ast.Raise()]), node))
+            node.handlers.insert(0, placed(ast.ExceptHandler(_runtime("refusals"), None, [ast.Raise()]), node))
         return node
 
     def visit_Match(self, node: ast.Match) -> Any:

@@ -47,7 +47,7 @@ from mycel.capture.trace import TRACING, Tracer
 from mycel.capture.trial import NoIslandError
 from mycel.capture.turns import most_turns
 from mycel.capture.weak import as_number
-from mycel.errors import CaptureError
+from mycel.errors import CaptureError, MisfitError
 from mycel.ir import Type
 from mycel.ops import o
 
@@ -437,7 +437,9 @@ def _text(message: Callable[[], Any] | None, text: str) -> str:
         return text
 
 
-REFUSALS = (CaptureError, NoIslandError)
+def refusals() -> tuple[type[BaseException], ...]:
+    """What a try statement is not to catch of the exception at hand: what torch would not have raised."""
+    return () if isinstance(sys.exc_info()[1], MisfitError) else (CaptureError, NoIslandError)
 
 
 @contextlib.contextmanager
