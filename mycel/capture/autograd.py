@@ -105,10 +105,11 @@ def traced_backward(
         set_leaf_grad(tracer, x, g if before is None or g is None else before + g)
 
 
-def _refuse_grads() -> CaptureError:
+def _refuse_grads(source: str = "") -> CaptureError:
     error = refuse(
         "backward() in captured code leaves gradients in .grad of parameters or arguments",
         "torch.autograd.grad with respect to what is asked for, or zero_grad() before the function ends",
+        source,
     )
     error.final = True
     return error
@@ -127,8 +128,11 @@ def set_leaf_grad(tracer: Tracer, x: torch.Tensor, grad: torch.Tensor | None) ->
 def without_grads(tracer: Tracer) -> list[torch.Tensor]:
     """Parameters that were given gradients which are gone again; CaptureError where one has one still."""
     held = [(x, grad) for x, grad in tracer.leaf_grads.values() if type(x) is not Traced]
-    if any(grad is not None for _, grad in held):
-        raise _refuse_grads()
+    for _, grad in held:
+        if grad is not None:
+            with tracer:
+                eqn = tracer.producers.get(tracer.cell(grad).read())
+            raise _refuse_grads("" if eqn is None else eqn.source)
     return [x for x, _ in held]
 
 
