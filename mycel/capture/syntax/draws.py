@@ -65,23 +65,21 @@ DRAWS: dict[Any, Callable[..., Any]] = {
 
 
 def drawn_state() -> tuple[Any, ...]:
-    """Where Python's, NumPy's and torch's generators are."""
-    return random.getstate(), np.random.get_state(), torch.get_rng_state()
+    """Where Python's and NumPy's generators are."""
+    return random.getstate(), np.random.get_state()
 
 
 def refuse_draws(before: tuple[Any, ...]) -> None:
     """CaptureError where numbers were drawn since that are no part of the program; the generators are where they
     were."""
-    python, arrays, tensors = before
+    python, arrays = before
     moved = {
         "Python's": random.getstate() != python,
         "NumPy's": repr(np.random.get_state()) != repr(arrays),
-        "torch's": not torch.equal(torch.get_rng_state(), tensors),
     }
     if any(moved.values()):
         random.setstate(python)
         np.random.set_state(arrays)
-        torch.set_rng_state(tensors)
         whose = next(name for name, is_moved in moved.items() if is_moved)
         raise refuse(
             f"{whose} random numbers were drawn while the code was captured: every call would use the same ones",
