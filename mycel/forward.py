@@ -13,6 +13,7 @@ import torch
 from mycel import plan, transform
 from mycel.capture import MISS, Captured, Facts, bind, make_room
 from mycel.capture import capture as capture_call
+from mycel.capture.arguments import device_with_data
 from mycel.capture.bind import Call
 from mycel.feed import Fed, Feed, Local, feed_of, from_anywhere, refuse_without_data, refusing_parts, without_host_data
 from mycel.host_parameters import HostParameters
@@ -151,7 +152,7 @@ def _as_held(captured: Captured, v: Var) -> Var:
 
 def device_of(model: torch.nn.Module) -> torch.device:
     """Where the model is."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
+    return device_with_data(p.device for p in model.parameters())
 
 
 @contextlib.contextmanager

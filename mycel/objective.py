@@ -52,7 +52,8 @@ def objective(model: torch.nn.Module, loss: Callable[..., Any] | None, outputs: 
             )
         count = model_arity.most
         if wanted.most is not None:  # what the loss needs is no optional argument of the model
-            left = max(len(args) - max(wanted.least - 1 - len(mine), 0), model_arity.least)
+            least = max(model_arity.least, 0 if kwargs else 1)  # a wrapper's forward(*args) is given something, too
+            left = max(len(args) - max(wanted.least - 1 - len(mine), 0), least)
             count = left if count is None else min(count, left)
         out = model(*args[:count], **{k: v for k, v in kwargs.items() if named is None or k in named})
         value = rewritten(loss)(out, *wanted.rest_of(args, count, mine), **mine)

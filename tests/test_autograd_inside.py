@@ -171,6 +171,32 @@ def test_backward_to_parameters_is_refused():
     assert layer.weight.grad is None
 
 
+class Adversary(nn.Module):
+    """One step against the model by backward(), whose gradients of parameters are taken away again."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        self.net(x).sum().backward()
+        assert self.net[0].weight.grad is not None
+        norm = sum(p.grad.square().sum() for p in self.net.parameters())
+        self.zero_grad()
+        return self.net(x.detach() + 0.1 * x.grad.sign()).square().mean() * (1 + norm)
+
+
+def test_backward_to_parameters_whose_gradients_are_taken_away():
+    agree(beside(lambda: Adversary().double(), adam(), lambda i: (X + i,), steps=3, strict=True))
+    model = Adversary().double()
+    run = mycel.jit(model, strict=True)
+    run(X).backward()
+    first = model.net[0].weight.grad
+    run(X)
+    assert first.any() and model.net[0].weight.grad is None
+
+
 # -- forward mode
 
 

@@ -401,3 +401,24 @@ def test_sets_and_methods_are_guarded(monkeypatch):
     monkeypatch.setattr(Replaced, "rate", property(lambda self: 5.0))
     same(fast(X), fn(X))
     assert len(fast.entries) == 4
+
+
+def test_copies_of_what_lives_on_have_memory_of_their_own():
+    layer, kept = nn.Linear(3, 3), types.SimpleNamespace(first=None, log=[])
+    layer.register_buffer("seen", torch.zeros(3))
+
+    def fn(x):
+        layer.seen += 1
+        if kept.first is None:
+            kept.first = layer.weight.detach().clone()
+        kept.log.append(layer.bias.detach().clone())
+        return layer.weight.clone(), layer.weight[0].detach().clone(), layer.seen.clone(), x.clone(), layer.seen
+
+    *copies, seen = mycel.jit(fn, strict=True)(X)
+    copies += [kept.first, *kept.log]
+    before = [y.detach().tolist() for y in copies]
+    with torch.no_grad():
+        for tensor in (layer.weight, layer.bias, layer.seen, X):
+            tensor.add_(1)
+    assert [y.detach().tolist() for y in copies] == before and seen is layer.seen
+    X.sub_(1)

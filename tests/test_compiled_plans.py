@@ -22,7 +22,7 @@ from mycel.plan.schedule import NAMED
 from mycel.planning import Task, planned
 from mycel.run import interpret
 
-GPU = replace(KNOWN["H200"], memory=139 << 30)
+GPU = replace(KNOWN["H200"], memory=139 << 30, bytes_s=1e7)  # so slow that small blocks take time
 INNER: dict[str, dict[str, Any]] = {
     "alone": {},
     "dp": {"mesh": {"dp": 2}, "batch": ["dp"]},

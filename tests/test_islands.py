@@ -11,7 +11,7 @@ import pytest
 import torch
 from distributing import OneDevice, step_equals
 from models import same
-from stepping import beside, both, sgd
+from stepping import agree, beside, both, sgd
 from torch import nn
 
 import mycel
@@ -365,3 +365,27 @@ def test_an_iterator_in_reach_is_a_refusal_with_its_reason():
     reason = r"(?s)_unique2 has a shape.*no call around it can stay Python: .* reaches an iterator"
     with pytest.raises(mycel.errors.CaptureError, match=reason):
         mycel.jit(f)(torch.ones(3))
+
+
+def test_an_exception_that_a_value_raises_is_caught_where_the_code_catches_it():
+    def small(h):
+        if h.mean() > 0:
+            raise ValueError("large")
+        return h
+
+    class Catches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.layer(x)
+            try:
+                h = small(h)
+            except Exception:
+                h = h * 3
+            return (h + 1).square().mean()
+
+    with pytest.warns(UserWarning, match="a value decides whether ValueError is raised, which is caught"):
+        pair = beside(lambda: Catches().double(), sgd(), lambda i: (X * (-2) ** i + 0.3,), steps=4)
+    agree(pair)

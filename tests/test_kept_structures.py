@@ -3,8 +3,12 @@ code would find."""
 
 from __future__ import annotations
 
+import collections
 import copy
+import io
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -90,7 +94,19 @@ def last_of_a_dict(m, y):
     return y.sum()
 
 
+def by_a_key_that_is_made(m, y):
+    for i, row in enumerate(y.detach()):
+        if f"first {i}" not in m.log:
+            m.log[f"first {i}"] = row.clone()
+    return (y - torch.stack([*m.log.values()])).sum()
+
+
+def by_parameter(m, y):
+    return y.sum() * sum(m.log.setdefault(p, p.detach() * 2).sum() for p in m.parameters())
+
+
 CASES = [
+    by_a_key_that_is_made, by_parameter,
     losses, by_name, where_positive, outside, window, window_made_anew, memories, hidden_state, last_of_a_dict,
 ]  # fmt: skip
 
@@ -146,3 +162,93 @@ def test_a_step_keeps_what_torch_keeps():
         step(x)
     torch.testing.assert_close(model.kept[0::4], twin.kept[0::4])
     assert model.kept[1::4] == pytest.approx(twin.kept[1::4]) and model.kept[2::4] == twin.kept[2::4]
+
+
+class Remembers(nn.Module):
+    """Keeps what Python alone knows the state of."""
+
+    def __init__(self, fn):
+        super().__init__()
+        self.fn, self.w = fn, nn.Parameter(torch.ones(3, dtype=torch.float64))
+        self.recent, self.file, self.kept = collections.deque(maxlen=2), io.StringIO(), []
+        self.numbers, self.arrays = random.Random(0), np.random.RandomState(0)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, x):
+        return self.fn(self, (x * self.w).tanh())
+
+
+def last_tensors(m, y):
+    loss = y.sum() + sum(k.square().sum() for k in m.recent)
+    m.recent.append(y.detach())
+    return loss
+
+
+def last_rows_of_a_list(m, y):
+    if len(m.kept) > 2:
+        m.kept.pop(0)
+    m.kept.append(y.detach())
+    return y.sum() + torch.stack(m.kept).square().sum()
+
+
+def deque_made_by_a_call(m, y):
+    if not hasattr(m, "later"):
+        m.later = collections.deque(maxlen=2)
+    m.later.append(y.detach())
+    return y.sum() + sum(m.later).sum()
+
+
+def last_numbers(m, y):
+    m.recent.append(y.sum().item())
+    return y.sum() * len(m.recent)
+
+
+def chosen_by_python(m, y):
+    return y[m.numbers.randrange(3)] * m.numbers.choice([1.0, 2.0])
+
+
+def chosen_by_numpy(m, y):
+    return y[torch.as_tensor(m.arrays.permutation(3)[:2])].sum()
+
+
+def noise_of_a_generator(m, y):
+    return (y * torch.randn(3, generator=m.generator, dtype=y.dtype)).sum()
+
+
+def noise_of_a_seed(m, y):
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return (y * torch.randn(3, dtype=y.dtype)).sum()
+
+
+def writes_a_log(m, y):
+    m.file.write(f"{round(y.sum().item(), 6)}\n")
+    return y.sum()
+
+
+STATES = [
+    last_rows_of_a_list, deque_made_by_a_call,
+    last_tensors, last_numbers, chosen_by_python, chosen_by_numpy, noise_of_a_generator, noise_of_a_seed, writes_a_log,
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*runs as plain Python")
+@pytest.mark.parametrize("fn", STATES, ids=lambda f: f.__name__)
+def test_objects_with_a_state_of_their_own_go_on_as_in_eager_code(fn):
+    model, twin = Remembers(fn), Remembers(fn)
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for i in range(6):
+        x = torch.tensor([0.3, -0.2, 0.7], dtype=torch.float64) * (i + 1)
+        plain.zero_grad()
+        want = twin(x)
+        want.backward()
+        plain.step()
+        torch.testing.assert_close(step(x), want.detach())
+        torch.testing.assert_close(model.w, twin.w)
+        assert (
+            repr((model.recent, model.kept)) == repr((twin.recent, twin.kept))
+            and model.file.getvalue() == twin.file.getvalue()
+        )
+    with pytest.raises(mycel.CaptureError, match=r"that lives outside|enerator|a list that|a deque of"):
+        mycel.jit(Remembers(fn), strict=True)(x)

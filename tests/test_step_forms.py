@@ -62,6 +62,15 @@ def test_what_the_loss_needs_is_no_optional_argument_of_the_model():
         mycel.train_step(pair.model, pair.optimizer, loss=lambda out, y: F.cross_entropy(out, y))(x, scale, y, y)
 
 
+def test_a_wrapper_of_any_arguments_is_given_some():
+    pair = beside(
+        lambda: nn.DataParallel(mlp()), sgd(), lambda i: rows(i)[:1], lambda out, x: out.square().mean(), steps=0
+    )
+    x = rows(0)[0]
+    want = pair.twin(x).square().mean().item()
+    assert pair.step(x).item() == pytest.approx(want, rel=1e-5)
+
+
 class Criterion(nn.Module):
     """A loss with a state of its own."""
 

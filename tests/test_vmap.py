@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from models import same
@@ -90,3 +92,16 @@ def test_dims_of_arguments_and_results():
     same(nested(X), 3 * X**2)
     with pytest.raises(ValueError, match="in_dims has 1"):
         mycel.vmap(fn, (0,))(a, b)
+
+
+def test_a_skeleton_without_data_says_nothing_of_the_device():
+    """torch.func's tutorial: one module on the meta device, filled with the parameters of each model."""
+    bare, stacked = copy.deepcopy(NET).to("meta"), {k: torch.stack([v, v * 2]).detach() for k, v in P.items()}
+
+    def loss(params, x):
+        y = vmap(lambda p: functional_call(bare, p, (x,)))(params)
+        return y.var(0).mean() + (y.mean(0) - 1).square().mean()
+
+    leaves = {k: v.clone().requires_grad_() for k, v in stacked.items()}
+    loss(leaves, X).backward()
+    same(mycel.grad(loss)(stacked, X), {k: v.grad for k, v in leaves.items()})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,15 +34,22 @@ def check_arguments(tree: Tree) -> None:
 
 
 def device_of(leaves: list[torch.Tensor], places: Reachable) -> torch.device:
-    """The one device of the program: the arguments', else the model's."""
+    """The one device of the program: the arguments', else the model's; of a module without data (the skeleton that
+    torch.func.functional_call fills) only where there is no other."""
     for x in leaves:
         if x.device.type not in ("cpu", "meta"):
             return x.device
-    for _, module in places.modules.values():
-        for p in module._parameters.values():
-            if p is not None:
-                return p.device
-    return leaves[0].device if leaves else torch.device("cpu")
+    held = (p.device for _, m in places.modules.values() for p in m._parameters.values() if p is not None)
+    return device_with_data(itertools.chain(held, (x.device for x in leaves)))
+
+
+def device_with_data(devices: Iterable[torch.device]) -> torch.device:
+    """The first that is no meta device; else the meta device, where there is one, or the host."""
+    last = torch.device("cpu")
+    for last in devices:
+        if last.type != "meta":
+            break
+    return last
 
 
 def argument_paths(fn: Callable[..., Any], tree: Tree) -> list[str]:

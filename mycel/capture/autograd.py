@@ -22,6 +22,7 @@ from mycel.capture.nested import is_inside, unrecorded
 from mycel.capture.record import Traced
 from mycel.capture.trace import Tracer
 from mycel.capture.tree import flatten
+from mycel.errors import CaptureError
 from mycel.ir import Block, Builder, Eqn, Program, Var, is_float, lookup
 from mycel.ops import o
 
@@ -81,7 +82,8 @@ def traced_backward(
     create_graph: bool = False,
     inputs: Any = None,
 ) -> None:
-    """y.backward(): the gradients of traced leaves are added to their `.grad`."""
+    """y.backward(): the gradients of traced leaves are added to their `.grad`, and so are those of parameters, which
+    the code is to take away again (`zero_grad`): a program leaves none there."""
     ys = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
     leaves = tracer.leaves if inputs is None else [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
     with tracer:
@@ -89,31 +91,49 @@ def traced_backward(
         wrt = [tracer.cell(x).read() for x in leaves]
     held = [(x, cell.var) for x, cell in tracer.lifted.values() if x.requires_grad] if inputs is None else []
     used = _between(tracer, [*wrt, *(v for _, v in held)], values)[1]
-    at = next((x for x, v in held if v in used), None)
-    if at is not None or any(type(x) is not Traced for x in leaves):
-        error = refuse(
-            "backward() in captured code leaves gradients in .grad of parameters or arguments",
-            "torch.autograd.grad with respect to what is asked for, or mycel.value_and_grad of the function",
-        )
-        error.final = True
-        raise error
-    chosen = [x for x, v in zip(leaves, wrt, strict=True) if v in used]
+    parameters = [x for x, v in held if v in used]
+    if any(not isinstance(x, torch.nn.Parameter) or x.grad is not None for x in parameters):
+        raise _refuse_grads()
+    if any(type(x) is not Traced for x in leaves):
+        raise _refuse_grads()
+    chosen = [*(x for x, v in zip(leaves, wrt, strict=True) if v in used), *parameters]
     if not chosen:
         raise refuse("backward() of a tensor that depends on nothing that requires a gradient", "requires_grad_()")
     grads = traced_grad(tracer, outputs, chosen, gradient, create_graph=create_graph)
     for x, g in zip(chosen, grads, strict=True):
-        before = leaf_grad(x)
-        set_leaf_grad(x, g if before is None or g is None else before + g)
+        before = leaf_grad(tracer, x)
+        set_leaf_grad(tracer, x, g if before is None or g is None else before + g)
 
 
-def leaf_grad(x: torch.Tensor) -> torch.Tensor | None:
-    """x.grad of a traced tensor."""
-    grad: torch.Tensor | None = x.__dict__.get("traced_grad")
-    return grad
+def _refuse_grads(source: str = "") -> CaptureError:
+    error = refuse(
+        "backward() in captured code leaves gradients in .grad of parameters or arguments",
+        "torch.autograd.grad with respect to what is asked for, or zero_grad() before the function ends",
+        source,
+    )
+    error.final = True
+    return error
 
 
-def set_leaf_grad(x: torch.Tensor, grad: torch.Tensor | None) -> None:
-    x.__dict__["traced_grad"] = grad
+def leaf_grad(tracer: Tracer, x: torch.Tensor) -> torch.Tensor | None:
+    """x.grad of a traced tensor, or of a parameter that has one since this trace began."""
+    known = tracer.leaf_grads.get(id(x))
+    return None if known is None else known[1]
+
+
+def set_leaf_grad(tracer: Tracer, x: torch.Tensor, grad: torch.Tensor | None) -> None:
+    tracer.leaf_grads[id(x)] = x, grad
+
+
+def without_grads(tracer: Tracer) -> list[torch.Tensor]:
+    """Parameters that were given gradients which are gone again; CaptureError where one has one still."""
+    held = [(x, grad) for x, grad in tracer.leaf_grads.values() if type(x) is not Traced]
+    for _, grad in held:
+        if grad is not None:
+            with tracer:
+                eqn = tracer.producers.get(tracer.cell(grad).read())
+            raise _refuse_grads("" if eqn is None else eqn.source)
+    return [x for x, _ in held]
 
 
 def as_leaf(tracer: Tracer, x: Traced) -> None:

@@ -375,7 +375,8 @@ class _GuardWriter:
         box = self.constant(place.container, "c")
         if isinstance(place.container, types.CellType):
             return f"{box}.cell_contents"
-        return f"{box}[{place.key!r}]"
+        plain = type(place.key) in (str, int, bool)
+        return f"{box}[{place.key!r}]" if plain else f"{box}[{self.constant(place.key, 'k')}]"
 
     # -- results ----------------------------------------------------------------------------------------------
 
@@ -387,7 +388,7 @@ class _GuardWriter:
         n_updates, n_effects = len(program.updates), sum(len([*tree.paths("")]) for _, tree in self.c.effects)
         n_results = n - n_updates - n_effects
         numbers = [(k, place) for k, (place, *_) in self.c.state.items() if isinstance(place.container, NumberSlots)]
-        if n == 1 and self.c.out.kind == "leaf" and not (self.autocast or self.c.effects or numbers):
+        if n == 1 and self.c.out.kind == "leaf" and not (self.autocast or self.c.effects or self.c.copies or numbers):
             self.lines.append(f"return {call}[0]")
             return
         run = f"{''.join(o + ', ' for o in outs)}= {call}" if outs else call
@@ -404,6 +405,7 @@ class _GuardWriter:
             new = dict(zip(program.main.outputs[n - n_updates :], (by_name[k] for k in program.updates), strict=True))
             for i, x in enumerate(program.main.outputs[:n_results]):
                 outs[i] = new.get(x, outs[i])
+        outs = [f"{y}.clone()" if i in self.c.copies else y for i, y in enumerate(outs)]
         self.lines += [f"{self.read(place)} = {self.values[input_]}" for input_, place in numbers]
         rest = iter(outs[n_results:])
         for place, tree in self.c.effects:

@@ -119,8 +119,18 @@ def _raising(
     error = runs[0].raised or runs[1].raised
     if runs[0].raised and runs[1].raised:
         raise runs[0].raised
+    refuse_caught(tracer, error)
     check(tracer, ~test if runs[0].raised else test, f"{type(error).__name__}: {error}")
     return orelse() if runs[0].raised else then()
+
+
+def refuse_caught(tracer: Tracer, error: BaseException | None) -> None:
+    """CaptureError where a try statement around catches what a value decides to raise."""
+    if any(isinstance(error, types()) for types in tracer.caught):
+        raise refuse(
+            f"a value decides whether {type(error).__name__} is raised, which is caught",
+            "a branch (if, torch.where) in place of the exception",
+        )
 
 
 def check(tracer: Tracer, test: torch.Tensor, message: str) -> None:

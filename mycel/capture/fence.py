@@ -112,6 +112,7 @@ READS = {
     "__float__": "a Python float was asked of",
     "__complex__": "a Python complex was asked of",
     "__index__": "a Python index was asked of",
+    "__round__": "a rounded Python number was asked of",
     "__contains__": "membership was asked of",
     "__format__": "text was asked of",
     "data_ptr": "the address was asked of",

@@ -27,7 +27,7 @@ from mycel.capture.fence import OPENED, refuse
 from mycel.capture.hooks import hook_parameters
 from mycel.capture.island import ROOT, boundary, next_island, refusal
 from mycel.capture.kept_lists import KeptLists, refuse_additions
-from mycel.capture.rebound import effects_of, rebound_slots, restore, toggles, undo, updates_of
+from mycel.capture.rebound import cleared_grads, copied, effects_of, rebound_slots, restore, toggles, undo, updates_of
 from mycel.capture.record import Traced
 from mycel.capture.repeats import assemble
 from mycel.capture.rows import warn_of_experts
@@ -42,6 +42,7 @@ from mycel.capture.syntax import drawn_state, enter, refuse_draws
 from mycel.capture.trace import CAPTURING, TRACING, Tracer
 from mycel.capture.tracing import traced_by
 from mycel.capture.tree import Tree, flatten
+from mycel.capture.unfollowed import UntouchedObjects
 from mycel.errors import CaptureError
 from mycel.ir import Program, Role, Var, check, prune
 from mycel.ops import o
@@ -75,6 +76,7 @@ class Captured:
     recorded: tuple[tuple[list[torch.Tensor], bool], ...] = ()  # does torch record gradients of these?
     islands: tuple[PythonCall, ...] = ()  # what the program runs as plain Python
     environment: tuple[tuple[str, str | None], ...] = ()  # variables of the process that must be what they were
+    copies: frozenset[int] = frozenset()  # results that are copies of what lives on: by their places
 
 
 def capture(
@@ -217,6 +219,7 @@ def _capture(
     draws = drawn_state()
     counted = lift_counters(tracer, places, counters or frozenset())
     kept_lists = KeptLists(places, followed)
+    untouched = UntouchedObjects(places.unfollowed)
     try:
         with traced_by(tracer):
             tracer.differentiated, tracer.is_step = differentiated, differentiated and not apart
@@ -224,28 +227,31 @@ def _capture(
             if differentiated:
                 hook_parameters(tracer, places.parameters())
             result = boundary(tracer, (ROOT,), fn, functools.partial(enter, fn))(*traced[0], **traced[1])
-            refuse_draws(draws)
+        refuse_draws(draws)
         outs: list[torch.Tensor] = []
         out_tree = flatten(result, outs, objects=True, varying=True)
         if not differentiated:
             out_tree = out_tree.with_numbers(iter([isinstance(x, Traced) and x.weak for x in outs]))
         with tracer:
             results = [tracer.cell(x).read() for x in outs]
-        with tracer:
+            copies = copied(tracer, outs)
             for number in counted.values():
                 number.end(tracer)
         kept_lists.put_back()
+        untouched.put_back()
         refuse_additions(places)
         if counters is not None:
             refuse_counters(places, counted)
         structures = Structures(places)
-        effects, more = effects_of(tracer, rebound_slots(tracer, places, counted), structures)
-        additions, added = kept_lists.effects(tracer, places)
+        effects, more, rebound = effects_of(tracer, rebound_slots(tracer, places, counted), structures)
+        additions, added, kept = kept_lists.effects(tracer, places)
         effects += additions
         results += more + added
-        effects += toggles(tracer)
+        copies += rebound + kept
+        effects += toggles(tracer) + cleared_grads(tracer)
         tracer.refuse_rows(results, "they are what the program returns or keeps")
     except BaseException as e:
+        untouched.put_back()
         undo(places)
         if tracer.counted_rows and not getattr(e, "chosen_at", ""):  # it may be their number that does not fit
             e.chosen_at = min(tracer.counted_rows)  # type: ignore[attr-defined]
@@ -292,6 +298,7 @@ def _capture(
         tuple(tracer.recorded),
         tuple(tracer.python_calls),
         tuple(tracer.environment.items()),
+        frozenset(i for i, is_copy in enumerate(copies) if is_copy),
     )
 
 

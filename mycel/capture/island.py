@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from mycel.capture.fence import here, is_library, refuse
+from mycel.capture.state import Container
 from mycel.capture.trace import TRACING, Tracer
 from mycel.capture.trial import NoIslandError, Trial, call_name
 from mycel.errors import CaptureError
@@ -52,7 +53,7 @@ def boundary(tracer: Tracer, keys: Sequence[Any], plain: Callable[..., Any], run
             if marked:
                 return _island_of(plain, *args, **kwargs)
             if reason is not None:
-                return make_island(tracer, plain, args, kwargs, reason)
+                return make_island(tracer, plain, args, kwargs, reason, whole=keys[0] == ROOT)
             return run(*args, **kwargs)
         except Exception as e:
             passed: list[Sequence[Any]] = e.__dict__.setdefault("passed_calls", [])
@@ -137,19 +138,21 @@ def _island_of(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def make_island(
-    tracer: Tracer, fn: Callable[..., Any], args: Any, kwargs: Any, reason: BaseException | None = None
+    tracer: Tracer,
+    fn: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    reason: BaseException | None = None,
+    whole: bool = False,
 ) -> Any:
-    """The results of fn(*args, **kwargs) as those of one equation; `reason` is None where the user asked for it."""
+    """The results of fn(*args, **kwargs) as those of one equation; `reason` is None where the user asked for it.
+    `whole`: it is all there is, and no other code looks at the lists in which it keeps tensors."""
     source = here()[0]
     tracer.here()
     name = call_name(fn, source)
     if tracer.manual:
         raise NoIslandError(f"{name} is in a manual region") from reason
-    try:
-        call = Trial(tracer, fn, args, kwargs)
-        call.probe()
-    except NoIslandError as e:
-        raise e from reason
+    call = _tried(tracer, fn, args, kwargs, reason, whole)
     tracer.source = source
     shift = int(call.draws)
     written = frozenset(i + shift for i in call.written)
@@ -164,6 +167,22 @@ def make_island(
     if reason is not None:
         _warn(known, reason)
     return call.results(outs if isinstance(outs, tuple) else (outs,))
+
+
+def _tried(
+    tracer: Tracer, fn: Callable[..., Any], args: Any, kwargs: Any, reason: BaseException | None, whole: bool
+) -> Trial:
+    """The call, once it is known what it gives."""
+    lists: list[Container] = []
+    while True:
+        try:
+            call = Trial(tracer, fn, args, kwargs, lists)
+            call.probe()
+            return call
+        except NoIslandError as e:
+            if not whole or e.kept_in is None or any(e.kept_in.slots is box.slots for box in lists):
+                raise e from reason
+            lists.append(e.kept_in)
 
 
 def _registered(new: PythonCall) -> PythonCall:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import torch
 
 from mycel.capture.fence import refuse
+from mycel.capture.rebound import copied
 from mycel.capture.record import Traced
 from mycel.capture.state import Container, Location, Reachable, is_there, owner
 from mycel.capture.trace import Tracer
@@ -111,17 +112,18 @@ class KeptLists:
                 if place.read() is added:
                     place.write(self.held[i])
 
-    def effects(self, tracer: Tracer, places: Reachable) -> tuple[list[tuple[Location, Tree]], list[Var]]:
-        """What is added to them after every call, and the values of that."""
-        effects, values = [], []
+    def effects(self, tracer: Tracer, places: Reachable) -> tuple[list[tuple[Location, Tree]], list[Var], list[bool]]:
+        """What is added to them after every call, the values of that, and which of these are copies."""
+        effects, values, copies = [], [], []
         for i, (added, locations) in self.lists.items():
             leaves: list[torch.Tensor] = []
             tree = flatten(added.items(), leaves, objects=True, varying=True)
             tree = tree.with_numbers(iter([isinstance(x, Traced) and x.weak for x in leaves]))
             with tracer:
                 values += [tracer.cell(x).read() for x in leaves]
+                copies += copied(tracer, leaves)
             for place in locations:
                 places.forget_inside(owner(place.container), place.key, self.held[i])
             place = locations[0]
             effects.append((Location(place.name, place.kind, Additions(self.held[i]), "added", place.inside), tree))
-        return effects, values
+        return effects, values, copies

@@ -79,14 +79,18 @@ class FunctionMode(TorchFunctionMode):
                 count = functools.partial(_number_of_rows, self.tracer, rows)
                 return _SIZES.get(name, _shape)(RowsShape(args[0].cell.var.shape, rows, count), *args[1:], **kwargs)
         if name == "__get__":
-            if func.__self__ is torch.Tensor.grad and type(args[0]) is Traced:
-                return leaf_grad(args[0])
+            if func.__self__ is torch.Tensor.grad and self.has_traced_grad(args[0]):
+                return leaf_grad(self.tracer, args[0])
             if func.__self__ in _RECORDED and type(args[0]) is Traced:
                 return _RECORDED[func.__self__](
                     requires_grad(self.tracer, args[0]), any(x is args[0] for x in self.tracer.leaves)
                 )
             return args[0].detach() if func.__self__ is torch.Tensor.data else func(*args, **kwargs)
-        if name == "__set__" and func.__self__ in _SETTERS and (func.__self__ in _OF_ANY or type(args[0]) is Traced):
+        if (
+            name == "__set__"
+            and func.__self__ in _SETTERS
+            and (func.__self__ in _OF_ANY or type(args[0]) is Traced or self.has_traced_grad(args[0]))
+        ):
             return _SETTERS[func.__self__](self, *args)
         if kwargs.get("requires_grad") is True and func is not torch.Tensor.requires_grad_:
             kwargs = {k: v for k, v in kwargs.items() if k != "requires_grad"}
@@ -97,6 +101,10 @@ class FunctionMode(TorchFunctionMode):
         if special is not None and getattr(func, "__module__", None) in _TORCH_MODULES:
             return special(self, func, *args, **kwargs)
         return self.traced(func, args, kwargs)
+
+    def has_traced_grad(self, x: torch.Tensor) -> bool:
+        """Is x.grad what the trace says?"""
+        return type(x) is Traced or id(x) in self.tracer.leaf_grads
 
     def traced(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What the tracer's rule makes of a function, or its own code."""
@@ -299,7 +307,7 @@ _RECORDED: dict[Any, Callable[[bool, bool], Any]] = {
 _OF_ANY = (_DATA, torch.Tensor.requires_grad)  # set also of tensors that the code reaches
 _SETTERS: dict[Any, Callable[..., None]] = {
     _DATA: lambda mode, x, other: mode.tracer.rebind(x, other),
-    torch.Tensor.grad: lambda mode, x, grad: set_leaf_grad(x, grad),
+    torch.Tensor.grad: lambda mode, x, grad: set_leaf_grad(mode.tracer, x, grad),
     torch.Tensor.requires_grad: _set_requires_grad,
 }
 _FUNCTIONS: dict[str, Callable[..., Any]] = {

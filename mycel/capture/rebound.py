@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from mycel.capture.alias import Cell
+from mycel.capture.autograd import without_grads
 from mycel.capture.counters import CountedSlot, Slot, changed_values, place_of, slot_of
 from mycel.capture.fence import refuse
 from mycel.capture.record import Traced
@@ -26,6 +28,7 @@ from mycel.capture.structures import Structures
 from mycel.capture.trace import Tracer
 from mycel.capture.tree import Tree, flatten, holds_tensors
 from mycel.ir import Var, type_of
+from mycel.ops import o
 
 
 @dataclass(frozen=True)
@@ -36,12 +39,13 @@ class ReboundSlot:
     key: Any
     tree: Tree
     values: list[Var]
+    copies: list[bool]
 
 
 def rebound_slots(tracer: Tracer, places: Reachable, counted: Mapping[Slot, CountedSlot]) -> list[ReboundSlot]:
     """All slots that were rebound to tensors, to structures that hold traced ones, or to other plain values."""
     rebound = [
-        ReboundSlot(box, key, Tree("static", value), [])
+        ReboundSlot(box, key, Tree("static", value), [], [])
         for box, key, value in changed_values(places)
         if slot_of(box, key) not in counted
     ]
@@ -59,6 +63,7 @@ def rebound_slots(tracer: Tracer, places: Reachable, counted: Mapping[Slot, Coun
             tree = flatten(value, leaves, objects=True, varying=True)
             with tracer:
                 values = [tracer.cell(x).read() for x in leaves]
+                copies = copied(tracer, leaves)
             tree = tree.with_numbers(iter([isinstance(x, Traced) and x.weak for x in leaves]))
             if (box.kind == "variable" and not isinstance(box.slots, dict) and tree.kind != "number") or (
                 isinstance(box.slots, list) and len(box.slots) != len(box.old)
@@ -68,16 +73,16 @@ def rebound_slots(tracer: Tracer, places: Reachable, counted: Mapping[Slot, Coun
                     "return it, or keep it in a buffer or an attribute of a module",
                     next((tracer.producers[v].source for v in values if v in tracer.producers), ""),
                 )
-            rebound.append(ReboundSlot(box, key, tree, values))
+            rebound.append(ReboundSlot(box, key, tree, values, copies))
     return rebound
 
 
 def effects_of(
     tracer: Tracer, changes: list[ReboundSlot], structures: Structures
-) -> tuple[list[tuple[Location, Tree]], list[Var]]:
+) -> tuple[list[tuple[Location, Tree]], list[Var], list[bool]]:
     """A rebound parameter or buffer of the same type is an update of it; any other rebound slot is assigned after each
-    call."""
-    effects, values = [], []
+    call: where, the values, and which of them are copies."""
+    effects, values, copies = [], [], []
     for change in changes:
         box, key, old = change.box, change.key, change.box.old.get(change.key)
         if (
@@ -91,8 +96,27 @@ def effects_of(
         effects.append((place_of(box, key), change.tree))
         _guard_rebound(tracer.places, structures, change)
         values += change.values
+        copies += change.copies
     structures.settle()
-    return effects, values
+    return effects, values, copies
+
+
+def copied(tracer: Tracer, tensors: Sequence[torch.Tensor]) -> list[bool]:
+    """Which of them have the value of a tensor that lives on, or of a part of it, and memory of their own:
+    `weight.detach().clone()`."""
+    lifted = {cell for _, cell in tracer.lifted.values()}
+    live = {*tracer.inputs, *(cell.var for cell in lifted)}
+
+    def is_copy(cell: Cell) -> bool:
+        value = cell.read()
+        while value not in live and (eqn := tracer.producers.get(value)) is not None:
+            first = eqn.inputs[0] if eqn.op.write is not None or eqn.op is o.stop_gradient else None
+            if not isinstance(first, Var):
+                return False
+            value = first
+        return value in live and cell.root not in lifted
+
+    return [is_copy(tracer.cell(x)) for x in tensors]
 
 
 def toggles(tracer: Tracer) -> list[tuple[Location, Tree]]:
@@ -104,14 +128,23 @@ def toggles(tracer: Tracer) -> list[tuple[Location, Tree]]:
     ]
 
 
+def cleared_grads(tracer: Tracer) -> list[tuple[Location, Tree]]:
+    """Parameters have no gradient after the call, where the code has taken one away."""
+    return [
+        (Location("grad", "attribute", Attributes(x, ["grad"]), "grad"), Tree("static", None))
+        for x in without_grads(tracer)
+    ]
+
+
 def _guard_rebound(places: Reachable, structures: Structures, change: ReboundSlot) -> None:
-    """A slot that is new is one that was not there before, where code may ask for it; a structure in a slot that
-    nobody reads is of no interest, one that is read is read through the slot."""
+    """A slot that is new is one that was not there before, where code may ask for it (of a dict, by a key that it
+    makes); a structure in a slot that nobody reads is of no interest, one that is read is read through the slot."""
     box, key = change.box, change.key
-    if not isinstance(key, str):
-        return
-    if key not in box.old and key in places.read_names:
+    is_dict = isinstance(box.slots, dict) and box.inside is not None and box.inside.value is box.slots
+    if key not in box.old and (is_dict or key in places.read_names):
         places.sizes_before.append((owner(box.slots), len(box.old)))
+    elif not isinstance(key, str):
+        return
     elif key in box.old and key not in places.read_names and not is_static(box.old[key]):
         places.forget_inside(owner(box.slots), key, box.old[key])
     elif key in box.old:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,6 +58,10 @@ class Traced(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Traced({self.cell.var})"
+
+    def __round__(self, digits: int | None = None) -> Any:
+        """Python rounds as decimal numbers are written."""
+        raise refuse_read("__round__")
 
     def __hash__(self) -> int:
         """Tensors are found by what they are, numbers by their value, which is not known."""
@@ -117,6 +121,8 @@ class Record(Builder):
         self.shapes: dict[Any, str] = {}  # blocks by what they are up to names
         self.closed: set[Var] = set()  # values of inner blocks that are finished: nothing outside may use them
         self.hints: dict[str, str] = {}  # names of what control flow gives back
+        self.caught: list[Callable[[], Any]] = []  # what try statements around the line catch, the outermost first
+        self.leaf_grads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # what .grad is, since backward()
         self.raised: BaseException | None = None  # the last exception of a raise statement in rewritten code
         self.numbers = False  # are there weak tensors?
         self.asked_numbers = False  # … that stand for numbers which code asked of tensors?

@@ -11,6 +11,7 @@ names.
     statics    plain Python values: must be equal at every call, else the code is captured again
     sizes      lists, dicts and objects: must hold as much at every call
     boxes      dicts, lists, cells, globals and classes whose slots the code may rebind
+    unfollowed deques, generators of random numbers, files: code that uses them stays Python
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any
 import torch
 
 from mycel.capture.fence import is_library
+from mycel.capture.unfollowed import is_unfollowed
 
 CELL = "cell_contents"
 DEEPEST = 6  # containers in containers
@@ -93,6 +95,7 @@ class Reachable:
         self.sizes_before: list[tuple[Any, int]] = []  # of what the code itself adds to, where it may ask for that
         self.functions: list[types.FunctionType] = []
         self.iterators: dict[int, Any] = {}  # that live outside of the function
+        self.unfollowed: list[Location] = []
         self._seen: set[int] = set()
         for value in (fn, *statics):
             self._visit("", value, None)
@@ -140,6 +143,19 @@ class Reachable:
         self.statics[:] = [s for s in self.statics if is_outside(s.place)]
         self.links[:] = [s for s in self.links if is_outside(s.place)]
         self.sizes[:] = [(c, n) for c, n in self.sizes if c is not held]
+
+    def leave_to_python(self, xs: list[Any]) -> None:
+        """A list whose state, and what is in it, is Python's alone from here on."""
+
+        def is_inside(place: Location) -> bool:
+            return place.container is xs or (place.inside is not None and is_inside(place.inside.place))
+
+        at = next(box.inside.place for box in self.boxes if box.slots is xs and box.inside is not None)
+        outside = {i: [p for p in places if not is_inside(p)] for i, places in self.tensors.items()}
+        self.tensors = {i: places for i, places in outside.items() if places}
+        self.boxes = [box for box in self.boxes if box.inside is None or not is_inside(box.inside.place)]
+        self.boxes = [box for box in self.boxes if box.slots is not xs]
+        self.unfollowed.append(at)
 
     # -- walking --------------------------------------------------------------------------------------------
 
@@ -246,6 +262,9 @@ class Reachable:
                 if not isinstance(value, tuple):
                     self._box(name, kind, value, link)
                 self._entries(name, _as_held(value), _keys(value), kind, link, depth=depth - 1)
+        elif is_unfollowed(value):
+            if not isinstance(container, tuple):
+                self.unfollowed.append(place)
         elif isinstance(value, Iterator):
             self.iterators[id(value)] = value
         elif _leads_on(value):

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch._functorch import predispatch
@@ -64,6 +64,7 @@ def traced_by(tracer: Tracer) -> Iterator[None]:
         Patch(os._Environ, "__getitem__", _noted_read(os._Environ.__getitem__)),
         Patch(_IMPORTS, "_find_and_load", _plain_import(_IMPORTS._find_and_load)),
         *(Patch(kind, "__call__", _unprofiled(kind.__call__)) for kind in _SCRIPTED),
+        *(Patch(torch, name, _no_seed(name)) for name in ("manual_seed", "seed", "set_rng_state")),
     ]
     for patch in tracer.patches:
         patch.set()
@@ -117,6 +118,18 @@ def _unprofiled(plain: Callable[..., Any]) -> Callable[..., Any]:
         return plain(fn, *args, **kwargs)
 
     return call
+
+
+def _no_seed(name: str) -> Callable[..., NoReturn]:
+    """What sets the state of torch's generator: numbers drawn after it would be no draws of the program's key."""
+
+    def seed(*args: Any) -> NoReturn:
+        raise refuse(
+            f"torch.{name} sets the state of a generator of random numbers, and a program has none",
+            "drawing these numbers outside and passing them as an argument",
+        )
+
+    return seed
 
 
 def _is_on_the_way(module: str) -> bool:

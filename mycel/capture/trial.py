@@ -18,6 +18,7 @@ from mycel.capture.sampling import counts, extremes, others, sample
 from mycel.capture.state import Container, Location, Reachable, contents, is_static, owner, put_back
 from mycel.capture.trace import Tracer
 from mycel.capture.tree import Tree, flatten, holds_tensors
+from mycel.capture.unfollowed import Untouched, is_unfollowed, keep_apart, state_of, untouched
 from mycel.errors import RunError
 from mycel.ir import Type, Var, is_float, type_of
 
@@ -28,6 +29,7 @@ class NoIslandError(Exception):
     def __init__(self, why: str, final: bool = False) -> None:
         super().__init__(why)
         self.why, self.final = why, final
+        self.kept_in: Container | None = None  # a list that it changes, where it keeps tensors
 
 
 def call_name(fn: Any, source: str) -> str:
@@ -40,17 +42,27 @@ def call_name(fn: Any, source: str) -> str:
 class Trial:
     """A call on tensors that are put where its code finds them; then what runs at every call of the program."""
 
-    def __init__(self, tracer: Tracer, fn: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    def __init__(
+        self, tracer: Tracer, fn: Callable[..., Any], args: Any, kwargs: Any, lists: Sequence[Container] = ()
+    ) -> None:
         self.tracer, self.fn = tracer, fn
         self.grad = torch.is_grad_enabled()
         leaves: list[torch.Tensor] = []
         self.arguments = flatten((args, kwargs), leaves, objects=True)
         reached = Reachable(fn, self.arguments.statics())
+        for box in lists:
+            reached.leave_to_python(box.slots)
+        if lists:
+            self._forget([(box.slots, None) for box in lists])
         if reached.iterators:
             raise NoIslandError(
                 f"{call_name(fn, '')} reaches an iterator, which would go on once more for the gradient"
             )
+        if any(type(value) is Untouched for value in self.arguments.statics()):
+            raise NoIslandError(f"{call_name(fn, '')} is given what Python alone knows the state of")
         self.boxes: list[Container] = reached.boxes
+        self.unfollowed = reached.unfollowed
+        self.states: list[Callable[[], None]] = []  # of these, before the last run
         self.operands: list[torch.Tensor] = []
         at: dict[int, int] = {}
         for x, places in [(places[0].read(), places) for places in reached.tensors.values()]:
@@ -96,8 +108,9 @@ class Trial:
         watched = CountedOperators()
         first = self._try(values, watched) or self._try(values)
         if first is None:
-            # with values that were made up it may, and yet be right
-            raise NoIslandError("its code fails in plain Python, too", final=not self.tracer.made_up)
+            # with values that were made up it may, and yet be right; or the code around catches that
+            final = not self.tracer.made_up and not self.tracer.caught
+            raise NoIslandError("its code fails in plain Python, too", final=final)
         self.written, self.kept, self.out, self.types, self.draws, self.changes_python = first
         if not self.types:
             raise NoIslandError(f"{call_name(self.fn, '')} returns no tensor")
@@ -128,6 +141,7 @@ class Trial:
     def _try(self, values: Sequence[torch.Tensor], watched: Any = None) -> Any:
         """What one run of the call did, under a mode that watches it; None where it failed."""
         olds = [contents(box.slots) for box in self.boxes]
+        states = [state_of(thing) for thing in self._things()]
         with suspended(), torch.set_grad_enabled(self.grad), states_kept() as drawn:
             leaves = [
                 x.detach().clone().requires_grad_(i in self.differentiable and self.grad) for i, x in enumerate(values)
@@ -166,6 +180,8 @@ class Trial:
             finally:
                 for box, old in zip(self.boxes, olds, strict=True):
                     put_back(box.slots, old)
+                for state in states:
+                    state()
         self._forget([*changes, *((place.container, place.key) for place in kept)])
         return frozenset(written), kept_trees, out, types_, drawn(), bool(changes)
 
@@ -191,7 +207,7 @@ class Trial:
         for box in self.boxes:
             now = contents(box.slots)
             for key in {**box.old, **now}:
-                new, old = now.get(key), box.old.get(key)
+                new, old = now.get(key), untouched(box.old.get(key))
                 i = slot_of.get((id(owner(box.slots)), key))
                 if i is not None:
                     if new is given[i]:
@@ -205,10 +221,17 @@ class Trial:
                     old = given[i]
                 if new is old or id(new) in self.laid or (is_static(new) and is_static(old) and new == old):
                     continue
-                if isinstance(new, torch.Tensor) or holds_tensors(new):
+                place = Location(f"{box.name}.{key}", box.kind, box.slots, key, box.inside)
+                if is_unfollowed(new):  # made by the code itself
+                    plain.append((box.slots, key))
+                    if not any(p.container is box.slots and p.key == key for p in self.unfollowed):
+                        self.unfollowed.append(place)
+                elif isinstance(new, torch.Tensor) or holds_tensors(new):
                     if isinstance(box.slots, list) or box.kind == "variable":
-                        raise NoIslandError(f"{call_name(self.fn, '')} keeps tensors in {box.name}")
-                    rebound.append(Location(f"{box.name}.{key}", box.kind, box.slots, key, box.inside))
+                        error = NoIslandError(f"{call_name(self.fn, '')} keeps tensors in {box.name}")
+                        error.kept_in = box if isinstance(box.slots, list) and not _records(new) else None
+                        raise error
+                    rebound.append(place)
                 else:
                     plain.append((box.slots, key))
         return written, rebound, plain
@@ -251,6 +274,28 @@ class Trial:
         return bool(ways(self) == ways(other))
 
     def __call__(self, operands: Sequence[torch.Tensor], again: bool) -> list[torch.Tensor]:
+        if not self.unfollowed:
+            return self._once(operands, again)
+        things = self._things()
+        states = [state_of(thing) for thing in things]
+        if not again:
+            self.states = states
+            results = self._once(operands, again)
+            keep_apart(things, operands)
+            return results
+        for state in self.states:  # it finds what it found the first time
+            state()
+        try:
+            return self._once(operands, again)
+        finally:
+            for state in states:
+                state()
+
+    def _things(self) -> list[Any]:
+        """The objects that Python alone knows the state of, as far as they are there."""
+        return [thing for place in self.unfollowed if (thing := untouched(_read(place))) is not _GONE]
+
+    def _once(self, operands: Sequence[torch.Tensor], again: bool) -> list[torch.Tensor]:
         olds = None
         if self.changes_python:
             olds = [contents(box.slots) for box in self.boxes]
@@ -303,8 +348,12 @@ class Trial:
     def _placed(self, operands: Sequence[torch.Tensor]) -> Iterator[None]:
         """The operands lie where the code finds them; afterwards what was there does."""
         held = [place for _, place in self.places] + [place for place, _, _ in self.tuples.values()]
+        stands_in = [place for place in self.unfollowed if type(_read(place)) is Untouched]
+        held += stands_in
         before = [_read(place) for place in held]
         try:
+            for place in stands_in:
+                place.write(untouched(place.read()))
             for i, place in self.places:
                 _write(place, self._as_python(i, operands[i]))
             for place, old, items in self.tuples.values():
@@ -350,6 +399,13 @@ def _fits(tracer: Tracer, x: torch.Tensor) -> bool:
 
 def _is_dense(x: torch.Tensor) -> bool:
     return x.layout == torch.strided and not x.is_quantized and not x.is_nested
+
+
+def _records(value: Any) -> bool:
+    """Does it hold tensors through which gradients flow?"""
+    leaves: list[torch.Tensor] = []
+    flatten(value, leaves, objects=True)
+    return any(x.requires_grad for x in leaves)
 
 
 def _is_differentiable(x: torch.Tensor) -> bool:

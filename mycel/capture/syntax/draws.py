@@ -66,15 +66,21 @@ DRAWS: dict[Any, Callable[..., Any]] = {
 
 def drawn_state() -> tuple[Any, ...]:
     """Where Python's and NumPy's generators are."""
-    _, keys, at, *_ = np.random.get_state()
-    return random.getstate(), np.asarray(keys).tobytes(), at
+    return random.getstate(), np.random.get_state()
 
 
 def refuse_draws(before: tuple[Any, ...]) -> None:
-    """CaptureError where numbers were drawn since that are no part of the program."""
-    now = drawn_state()
-    if now != before:
-        whose = "Python's" if now[0] != before[0] else "NumPy's"
+    """CaptureError where numbers were drawn since that are no part of the program; the generators are where they
+    were."""
+    python, arrays = before
+    moved = {
+        "Python's": random.getstate() != python,
+        "NumPy's": repr(np.random.get_state()) != repr(arrays),
+    }
+    if any(moved.values()):
+        random.setstate(python)
+        np.random.set_state(arrays)
+        whose = next(name for name, is_moved in moved.items() if is_moved)
         raise refuse(
             f"{whose} random numbers were drawn while the code was captured: every call would use the same ones",
             "torch.rand or torch.randint, or drawing them outside and passing them as an argument",

@@ -188,8 +188,13 @@ class _Rewriter(ast.NodeTransformer):
     def visit_Try(self, node: ast.Try) -> Any:
         for name in ("body", "orelse", "finalbody"):
             setattr(node, name, self.stmts(getattr(node, name)))
+        types = [handler.type or _name("BaseException") for handler in node.handlers]
         for handler in node.handlers:
             handler.body = self.stmts(handler.body)
+        if types:  # what is caught is known while the body runs; refusals are not the user's to catch
+            caught = self.lazy(placed(ast.Tuple(copy.deepcopy(types), ast.Load()), node))
+            node.body = [placed(ast.With([ast.withitem(_runtime("attempt", caught))], node.body), node)]
+            node.handlers.insert(0, placed(ast.ExceptHandler(_runtime("refusals"), None, [ast.Raise()]), node))
         return node
 
     def visit_Match(self, node: ast.Match) -> Any:

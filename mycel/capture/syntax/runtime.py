@@ -21,7 +21,7 @@ import torch
 from mycel.capture.autograd import traced_linearize
 from mycel.capture.branches import branch as traced_branch
 from mycel.capture.branches import check as traced_check
-from mycel.capture.branches import run
+from mycel.capture.branches import refuse_caught, run
 from mycel.capture.fence import refuse
 from mycel.capture.island import function_boundary
 from mycel.capture.loops import over
@@ -44,9 +44,10 @@ from mycel.capture.syntax.lists import LISTS, each_apart, extreme, some, vary
 from mycel.capture.syntax.load import twin
 from mycel.capture.syntax.rewrite import RUNTIME
 from mycel.capture.trace import TRACING, Tracer
+from mycel.capture.trial import NoIslandError
 from mycel.capture.turns import most_turns
 from mycel.capture.weak import as_number
-from mycel.errors import CaptureError
+from mycel.errors import CaptureError, MisfitError
 from mycel.ir import Type
 from mycel.ops import o
 
@@ -425,6 +426,7 @@ def check(test: Any, message: Callable[[], Any] | None, text: str) -> None:
         if not answer:
             raise raised(AssertionError(message()) if message else AssertionError())
         return
+    refuse_caught(TRACING[-1], AssertionError())
     traced_check(TRACING[-1], answer, f"AssertionError: {_text(message, text)}")
 
 
@@ -433,6 +435,22 @@ def _text(message: Callable[[], Any] | None, text: str) -> str:
         return str(message()) if message else text
     except CaptureError:  # the message shows a value that is not known now
         return text
+
+
+def refusals() -> tuple[type[BaseException], ...]:
+    """What a try statement is not to catch of the exception at hand: what torch would not have raised."""
+    return () if isinstance(sys.exc_info()[1], MisfitError) else (CaptureError, NoIslandError)
+
+
+@contextlib.contextmanager
+def attempt(types: Callable[[], Any]) -> Iterator[None]:
+    """The body of a try statement that catches exceptions of these types."""
+    caught = TRACING[-1].caught if TRACING else []
+    caught.append(types)
+    try:
+        yield
+    finally:
+        caught.pop()
 
 
 def raised(error: Any) -> Any:
