@@ -252,3 +252,47 @@ def test_objects_with_a_state_of_their_own_go_on_as_in_eager_code(fn):
         )
     with pytest.raises(mycel.CaptureError, match=r"that lives outside|enerator|a list that|a deque of"):
         mycel.jit(Remembers(fn), strict=True)(x)
+
+
+class Logs(nn.Module):
+    """Two parts, each of which writes to the same file, and to the same deque."""
+
+    def __init__(self, file):
+        super().__init__()
+        self.recent = collections.deque(maxlen=3)
+        self.file, self.parts = file, nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+
+    def note(self, y):
+        self.recent.append(round(y.sum().item(), 3))
+        self.file.write(f"{self.recent[-1]}\n")
+        return y * len(self.recent)
+
+    def forward(self, x):
+        for part in self.parts:
+            x = self.note(part(x).tanh())
+        return x.sum()
+
+
+@pytest.mark.filterwarnings("ignore:.*runs as plain Python")
+def test_a_log_that_others_write_to_loses_nothing(tmp_path):
+    """Lines of all islands are there once, in their order, between those of other writers."""
+    files = [(tmp_path / name).open("a+") for name in ("ours", "theirs")]
+    models = []
+    for file in files:
+        torch.manual_seed(0)
+        models.append(Logs(file).double())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+    step = mycel.train_step(models[0], optimizers[0], compile=False)
+    for i in range(4):
+        x = torch.linspace(-1, 1, 3, dtype=torch.float64) * (i + 1)
+        step(x)
+        optimizers[1].zero_grad()
+        models[1](x).backward()
+        optimizers[1].step()
+        for name in ("ours", "theirs"):
+            for file in files:
+                file.flush()
+            with (tmp_path / name).open("a") as other:
+                other.write(f"step {i}\n")
+        assert models[0].recent == models[1].recent
+    assert (tmp_path / "ours").read_text() == (tmp_path / "theirs").read_text()

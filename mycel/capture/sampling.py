@@ -10,6 +10,7 @@ import torch
 from mycel.capture.plain import suspended
 from mycel.capture.record import Traced
 from mycel.capture.trace import KEY, Tracer
+from mycel.capture.unfollowed import rehearsal
 from mycel.ir import CONTROL, Type, Var, is_float
 from mycel.ops import o
 
@@ -62,7 +63,8 @@ def _computed(tracer: Tracer, eqn: Any, values: dict[Var, Any]) -> Sequence[Any]
         if eqn.op is o.const:
             return [tracer.consts[eqn.params["name"]].to(tracer.device)]
         extra = {"device": tracer.device} if "device" in eqn.op.defaults else {}
-        outs = eqn.op.kernel(*(values[a] if isinstance(a, Var) else a for a in eqn.inputs), **eqn.params, **extra)
+        with rehearsal():
+            outs = eqn.op.kernel(*(values[a] if isinstance(a, Var) else a for a in eqn.inputs), **eqn.params, **extra)
         return outs if isinstance(outs, (tuple, list)) and len(eqn.outputs) != 1 else [outs]
     except Exception:
         return [_made_up(tracer, v.type) for v in eqn.outputs]

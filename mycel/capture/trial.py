@@ -6,6 +6,7 @@ Operands are the tensors of the arguments and all that the code reaches; while i
 from __future__ import annotations
 
 import contextlib
+import io
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from mycel.capture.sampling import counts, extremes, others, sample
 from mycel.capture.state import Container, Location, Reachable, contents, is_static, owner, put_back
 from mycel.capture.trace import Tracer
 from mycel.capture.tree import Tree, flatten, holds_tensors
-from mycel.capture.unfollowed import Untouched, is_unfollowed, keep_apart, state_of, untouched
+from mycel.capture.unfollowed import Untouched, is_rehearsal, is_unfollowed, keep_apart, sink, state_of, untouched
 from mycel.errors import RunError
 from mycel.ir import Type, Var, is_float, type_of
 
@@ -152,7 +153,7 @@ class Trial:
             ]
             before = [x.detach().clone() for x in given]
             try:
-                with self._placed(given):
+                with self._placed(given, silent=True):
                     try:
                         with watched or contextlib.nullcontext():
                             result = self._called(given)
@@ -271,9 +272,12 @@ class Trial:
             kept = [(id(p.container), p.key, tree) for p, tree in trial.kept]
             return trial.fn, trial.arguments, trial.leaves, at, kept, trial.out, trial.changes_python
 
-        return bool(ways(self) == ways(other))
+        has_state = bool(self.unfollowed) or self.changes_python  # before each run: that of one would be the other's
+        return not has_state and bool(ways(self) == ways(other))
 
     def __call__(self, operands: Sequence[torch.Tensor], again: bool) -> list[torch.Tensor]:
+        if is_rehearsal():
+            return self._rehearsed(operands)
         if not self.unfollowed:
             return self._once(operands, again)
         things = self._things()
@@ -291,11 +295,22 @@ class Trial:
             for state in states:
                 state()
 
+    def _rehearsed(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What it would give; everything is as it was then."""
+        olds, states = [contents(box.slots) for box in self.boxes], [state_of(thing) for thing in self._things()]
+        try:
+            return self._once(operands, again=False, silent=True)
+        finally:
+            for box, old in zip(self.boxes, olds, strict=True):
+                put_back(box.slots, old)
+            for state in states:
+                state()
+
     def _things(self) -> list[Any]:
         """The objects that Python alone knows the state of, as far as they are there."""
         return [thing for place in self.unfollowed if (thing := untouched(_read(place))) is not _GONE]
 
-    def _once(self, operands: Sequence[torch.Tensor], again: bool) -> list[torch.Tensor]:
+    def _once(self, operands: Sequence[torch.Tensor], again: bool, silent: bool = False) -> list[torch.Tensor]:
         olds = None
         if self.changes_python:
             olds = [contents(box.slots) for box in self.boxes]
@@ -305,7 +320,7 @@ class Trial:
             else:
                 self.before, olds = olds, None
         try:
-            with self._placed(operands):
+            with self._placed(operands, silent=again or silent):
                 leaves: list[torch.Tensor] = []
                 before = [_read(place) for place, _ in self.kept]
                 try:
@@ -345,15 +360,21 @@ class Trial:
         return operands[i]
 
     @contextlib.contextmanager
-    def _placed(self, operands: Sequence[torch.Tensor]) -> Iterator[None]:
-        """The operands lie where the code finds them; afterwards what was there does."""
+    def _placed(self, operands: Sequence[torch.Tensor], silent: bool = False) -> Iterator[None]:
+        """The operands lie where the code finds them; afterwards what was there does.  `silent`: files are not written
+        to."""
         held = [place for _, place in self.places] + [place for place, _, _ in self.tuples.values()]
         stands_in = [place for place in self.unfollowed if type(_read(place)) is Untouched]
-        held += stands_in
+        files = [(place, real) for place in self.unfollowed if isinstance(real := untouched(_read(place)), io.IOBase)]
+        held += [*stands_in, *(place for place, _ in files)]
         before = [_read(place) for place in held]
+        sinks = {id(real): sink(real) for _, real in files} if silent else {}
         try:
             for place in stands_in:
                 place.write(untouched(place.read()))
+            for place, real in files if silent else ():
+                self.laid.add(id(sinks[id(real)]))
+                place.write(sinks[id(real)])
             for i, place in self.places:
                 _write(place, self._as_python(i, operands[i]))
             for place, old, items in self.tuples.values():

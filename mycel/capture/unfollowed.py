@@ -5,15 +5,16 @@
 
 While the code is traced, an `Untouched` stands for such an object and refuses whatever is asked of it: the call that
 touches it becomes an island (`trial.py`), which finds the object itself, and finds it as it was when it runs once more
-for a gradient.
+for a gradient; what it writes to files then goes nowhere.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -105,20 +106,35 @@ def state_of(thing: Any) -> Callable[[], None]:
     if isinstance(thing, random.Random):
         state = thing.getstate()
         return lambda: thing.setstate(state)
-    if isinstance(thing, io.IOBase):
-        end = thing.tell() if thing.seekable() else None
-
-        def cut() -> None:
-            if end is not None:
-                thing.seek(end)
-                thing.truncate()
-
-        return cut
+    if isinstance(thing, io.IOBase):  # others may write to it, too: nothing is taken back (`sink`)
+        return lambda: None
     if hasattr(thing, "bit_generator"):
         drawn = thing.bit_generator.state
         return lambda: setattr(thing.bit_generator, "state", drawn)
     known = thing.get_state()
     return lambda: thing.set_state(known) and None
+
+
+_rehearsals: list[bool] = []
+
+
+@contextlib.contextmanager
+def rehearsal() -> Iterator[None]:
+    """In here islands leave everything as it is: their values alone are asked for."""
+    _rehearsals.append(True)
+    try:
+        yield
+    finally:
+        _rehearsals.pop()
+
+
+def is_rehearsal() -> bool:
+    return bool(_rehearsals)
+
+
+def sink(file: io.IOBase) -> io.IOBase:
+    """A file that stands for one which is not to be written to, as code runs that has run before or will."""
+    return io.StringIO() if isinstance(file, io.TextIOBase) else io.BytesIO()
 
 
 def keep_apart(things: Sequence[Any], operands: Sequence[torch.Tensor]) -> None:
