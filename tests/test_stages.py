@@ -13,7 +13,7 @@ import pytest
 import torch
 from distributing import OneDevice, start_values
 from golden import golden
-from pipelining import Tied, local_program, pipeline_equals
+from pipelining import Tied, local_program, pipeline_equals, stages_equal
 from torch import nn
 
 import mycel
@@ -331,3 +331,27 @@ def test_compressed_gradients():
     for p, found in zip(stages.programs, simulate_stages(stages.programs, flat.mesh, "pp", inputs), strict=True):
         for name, parts in zip(p.updates, found[-len(p.updates) :], strict=True):
             torch.testing.assert_close(parts, news[name], rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:accumulate")
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"mesh": {"dp": 2}, "batch": ["dp"]},
+        {"mesh": {"dp": 2}, "batch": ["dp"], "zero": "1 over dp", "schedule": "zbh1"},
+        {"mesh": {"tp": 2}, "parameters": {"body.[03].weight": ["tp", "-"], "body.[03].bias": ["tp"]}},
+    ],
+    ids=["dp", "zero1", "tp"],
+)
+def test_statistics_stay_in_the_stage_of_their_norm(more):
+    """Also where ranks put parts of them together behind the loop's last backward equation."""
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(16, 4).double(), "labels": torch.randint(0, 3, (16,))}
+    one = OneDevice.of(Normed().double(), batch, accumulate=4)
+    plan = Plan.read({"stages": ["body.0", "body.3"], "microbatches": 4, **more})
+    given = ShardedModel(one.model, one.optimizer, plan.inside).given(one.made)
+    _, done = planned(Task(one.made.program, one.made.body, CPU, False, *given), plan)
+    assert done.pipeline is not None
+    kept = {role.name: ranks for role, ranks in done.pipeline.owners.items() if role.kind == "buffer"}
+    assert kept["body.1.running_mean"] == (0,) and kept["body.4.running_mean"] == (1,)
+    stages_equal(one, done.pipeline.programs, done.spread, plan.inside.mesh)

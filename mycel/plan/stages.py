@@ -91,14 +91,14 @@ class StepFlow:
     def __init__(self, program: Program, name: str, held: Collection[Role] = ()) -> None:
         self.program, self.body, self.held = program, StepBody.of(program, name), held
         self.block = self.body.block
-        self.backward = self._backward()
+        self.backward, self.ends = self._backward()
         self.makers = {v: i for i, e in enumerate(self.block.eqns) for v in e.outputs}
         self.sums = self._sums()
         self.flags = self._flags()
 
-    def _backward(self) -> frozenset[int]:
-        """Equations of the backward pass, by index.  What ends a carry of forward (the sum of a loss over ranks) is
-        none, wherever it was written."""
+    def _backward(self) -> tuple[frozenset[int], tuple[int, ...]]:
+        """Equations of the backward pass, by index, and those behind them that end a carry of forward (the sum of a
+        loss over ranks, statistics of a norm that are put together): these are none, wherever they were written."""
         eqns, uses = self.block.eqns, chains(self.block)
         written = backward_part(self.block)
         late = {i for i, e in enumerate(eqns) if e in written}
@@ -109,7 +109,7 @@ class StepFlow:
             before = {makers[v] for v in eqns[i].vars if v in makers}
             if i in late and ends and not read & late and not before & late and before:
                 late.discard(i)
-        return frozenset(late)
+        return frozenset(late), tuple(i for i, e in enumerate(eqns) if e in written and i not in late)
 
     def _sums(self) -> dict[int, CarrySum]:
         """By carry."""
@@ -252,7 +252,12 @@ class StageMap:
 def cut(flow: StepFlow, starts: Sequence[int]) -> StageMap:
     """The stages of a step; `starts`: the units (equations of the body, by index) at which the second and later stages
     begin."""
-    return assigned(flow, {i: sum(i >= s for s in starts) for i in flow.units}, len(starts) + 1)
+    units = {i: sum(i >= s for s in starts) for i in flow.units}
+    for i in flow.ends:  # where what they end is made
+        sources = [flow.makers[v] for v in flow.behind(flow.block.eqns[i]) if v in flow.makers]
+        if i in units:
+            units[i] = max((units[j] for j in sources if j in units), default=units[i])
+    return assigned(flow, units, len(starts) + 1)
 
 
 def assigned(flow: StepFlow, units: Mapping[int, int], stages: int) -> StageMap:
