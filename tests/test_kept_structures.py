@@ -250,6 +250,9 @@ def test_objects_with_a_state_of_their_own_go_on_as_in_eager_code(fn):
             repr((model.recent, model.kept)) == repr((twin.recent, twin.kept))
             and model.file.getvalue() == twin.file.getvalue()
         )
+    if fn is noise_of_a_seed:  # one program draws from its key alone, whatever its code seeds
+        assert mycel.jit(Remembers(fn), strict=True)(x).shape == ()
+        return
     with pytest.raises(mycel.CaptureError, match=r"that lives outside|enerator|a list that|a deque of"):
         mycel.jit(Remembers(fn), strict=True)(x)
 

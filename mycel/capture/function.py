@@ -114,7 +114,7 @@ def capture(
                 given = data or (args, kwargs)
                 once = functools.partial(
                     _capture, fn, args, kwargs, apart, known or {}, differentiated, given, islands, selects, changing,
-                    counters if lifts else None, followed,
+                    counters if lifts else None, followed, strict,
                 )  # fmt: skip
                 return _settled(once) if not TRACING else once()
             except CaptureError as e:
@@ -203,6 +203,7 @@ def _capture(
     changing: frozenset[str],
     counters: frozenset[Slot] | None,
     followed: frozenset[int],
+    strict: bool,
 ) -> Captured:
     leaves: list[torch.Tensor] = []
     tree = flatten((args, kwargs), leaves)
@@ -210,7 +211,7 @@ def _capture(
     places = Reachable(fn, tree.statics())
     device = device_of(leaves, places)
     tracer = Tracer(device, places)
-    tracer.islands, tracer.plain_selects, tracer.changing = islands, selects, changing
+    tracer.islands, tracer.plain_selects, tracer.changing, tracer.is_strict = islands, selects, changing, strict
     paths = argument_paths(fn, tree)
     traced, given = trace_arguments(tracer, tree, paths, leaves, apart)
     held: list[torch.Tensor] = []

@@ -79,6 +79,7 @@ class Tracer(Record):
         self.thread = threading.get_ident()  # other threads run meanwhile, and what they do is not traced
         self.mode: Any = None  # the dispatch mode that feeds this tracer
         self.islands: dict[Any, BaseException] = {}  # calls that stay Python, by their keys, and why (`island.py`)
+        self.is_strict = False  # no call may stay Python
         self.python_calls: list[PythonCall] = []  # those that were made
         self.samples: dict[Var, Any] = {}  # values they were tried on
         self.made_up = False  # were some of these made up?

@@ -64,7 +64,7 @@ def traced_by(tracer: Tracer) -> Iterator[None]:
         Patch(os._Environ, "__getitem__", _noted_read(os._Environ.__getitem__)),
         Patch(_IMPORTS, "_find_and_load", _plain_import(_IMPORTS._find_and_load)),
         *(Patch(kind, "__call__", _unprofiled(kind.__call__)) for kind in _SCRIPTED),
-        *(Patch(torch, name, _no_seed(name)) for name in ("manual_seed", "seed", "set_rng_state")),
+        *(Patch(torch, name, _no_seed(name)) for name in (() if tracer.is_strict else SEEDS)),
     ]
     for patch in tracer.patches:
         patch.set()
@@ -120,8 +120,12 @@ def _unprofiled(plain: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+SEEDS = ("manual_seed", "seed", "set_rng_state")
+
+
 def _no_seed(name: str) -> Callable[..., NoReturn]:
-    """What sets the state of torch's generator: numbers drawn after it would be no draws of the program's key."""
+    """What sets the state of torch's generator: numbers drawn after it are no draws of the program's key, where code
+    may stay Python."""
 
     def seed(*args: Any) -> NoReturn:
         raise refuse(
