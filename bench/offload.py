@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -56,6 +57,7 @@ LARGE_HOST = 113 * GIB  # with less, the 8B model gets a smaller batch: 90 GiB a
 PARTS = 4  # of a batch, for save_on_cpu: what it keeps of all of it is more than hosts have
 SLACK = 3 * GIB  # of 80 that a sequence may take, for what lies between allocations
 GRAIN = 8192  # tokens: lengths of sequences are multiples
+SHORT = 4, 10  # grains
 
 
 # -- in a process of its own ------------------------------------------------------------------------------------------
@@ -203,20 +205,21 @@ def cap(budget: int) -> None:
 
 
 def longest(size: str, way: str, budget: int) -> dict[str, float]:
-    """The longest sequence that trains: a short one says what a token takes beside parameters and state; the length
-    that follows is tried, and shorter ones if it does not fit."""
-    import torch
+    """The longest sequence that trains: two short ones say what tokens take beside parameters and state, by a line and
+    a square (a mask, where one is made); lengths from one above what follows are tried until one fits."""
 
     cap(budget)
-    short = attempt(size, way, 4 * GRAIN)
-    if not short:
+    short, other = (attempt(size, way, n * GRAIN) for n in SHORT)
+    if not (short and other):
         return short
-    each = (short["peak"] - short["held"]) / short["length"]
-    for length in range(int((budget - short["held"]) / each) // GRAIN * GRAIN, 4 * GRAIN, -GRAIN):
-        torch.compiler.reset()
+    near, far = ((r["peak"] - r["held"]) / r["length"] for r in (short, other))  # bytes a token
+    square = max(1e-9, (far - near) / (other["length"] - short["length"]))
+    line, room = near - square * short["length"], budget - short["held"]
+    estimate = (math.sqrt(line**2 + 4 * square * room) - line) / (2 * square)
+    for length in range((int(estimate) // GRAIN + 1) * GRAIN, int(other["length"]), -GRAIN):
         if result := attempt(size, way, length):
             return result
-    return short
+    return other
 
 
 def attempt(size: str, way: str, length: int) -> dict[str, float]:
@@ -225,6 +228,7 @@ def attempt(size: str, way: str, length: int) -> dict[str, float]:
 
     import torch
 
+    torch.compiler.reset()
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -236,9 +240,10 @@ def attempt(size: str, way: str, length: int) -> dict[str, float]:
         loss = float(step(ids))
         seconds = time.perf_counter() - began
     except torch.OutOfMemoryError as e:
-        print(f"{length} tokens: {str(e).splitlines()[0]}", file=sys.stderr)
+        print(f"      {length} tokens: {str(e).splitlines()[0]}", flush=True)
         return {}
     peak, held = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+    print(f"      {length} tokens: peak {peak / GIB:.1f} GiB, {seconds:.0f} s", flush=True)
     return {
         "held": held,
         "tokens_s": length / seconds, "seconds": seconds, "peak": peak, "predicted_s": 0.0, "host": 0, "start": seconds,
@@ -281,6 +286,7 @@ class Worker:
         for line in self.process.stdout:
             if line.startswith("{"):
                 return json.loads(line)
+            print(line, end="", flush=True)
         self.process.wait()
         self.errors.seek(0)
         print(f"{self.size:5} {WAYS[self.way]:44} failed: {self.errors.read().strip()[-600:]}", flush=True)
