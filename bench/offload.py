@@ -157,7 +157,7 @@ def measure(size: str, way: str, budget: int, batch: int, length: int, steps: in
     import torch
 
     if way == "long-recompute":
-        return longest(size, way, budget)
+        return longest(size, way, budget, length)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if way == "long-ours":
         cap(budget)
@@ -175,11 +175,10 @@ def measure(size: str, way: str, budget: int, batch: int, length: int, steps: in
     start = time.perf_counter() - began
     if device == "cuda":
         torch.cuda.empty_cache()
-    if steps > 1:
-        ready(start)
-        began = time.perf_counter()
-        losses += [step(ids) for _ in range(steps)]
-        sync()
+    ready(start)
+    began = time.perf_counter()
+    losses += [step(ids) for _ in range(steps)]
+    sync()
     seconds = (time.perf_counter() - began) / steps
     plan = ours.plan if ours is not None else None
     return {
@@ -187,7 +186,7 @@ def measure(size: str, way: str, budget: int, batch: int, length: int, steps: in
         "seconds": seconds,
         "peak": torch.cuda.max_memory_allocated() if device == "cuda" else plan.peak if plan else 0,
         "predicted_peak": plan.peak if plan else 0,
-        "predicted_s": plan.predicted.seconds if plan and steps > 1 else 0.0,
+        "predicted_s": plan.predicted.seconds if plan else 0.0,
         "unconstrained_s": bound,
         "host": plan.predicted.host if plan else 0,
         "start": start,
@@ -204,22 +203,29 @@ def cap(budget: int) -> None:
     torch.cuda.set_per_process_memory_fraction(budget / torch.cuda.get_device_properties(0).total_memory)
 
 
-def longest(size: str, way: str, budget: int) -> dict[str, float]:
-    """The longest sequence that trains: two short ones say what tokens take beside parameters and state, by a line and
-    a square (a mask, where one is made); lengths from one above what follows are tried until one fits."""
-
+def longest(size: str, way: str, budget: int, most: int) -> dict[str, float]:
+    """The longest sequence that trains, of `most` tokens or of those that may fit."""
     cap(budget)
+    short: dict[str, float] = {}
+    if not most:
+        most, short = may_fit(size, way, budget)
+    for length in range(most, int(short.get("length", 0)), -GRAIN):
+        if result := attempt(size, way, length):
+            return result
+    return short
+
+
+def may_fit(size: str, way: str, budget: int) -> tuple[int, dict[str, float]]:
+    """Tokens that may just not fit, and the longest that were seen to: two short sequences say what a token takes
+    beside parameters and state, by a line and a square (a mask, where one is made)."""
     short, other = (attempt(size, way, n * GRAIN) for n in SHORT)
     if not (short and other):
-        return short
+        return 0, short
     near, far = ((r["peak"] - r["held"]) / r["length"] for r in (short, other))  # bytes a token
     square = max(1e-9, (far - near) / (other["length"] - short["length"]))
     line, room = near - square * short["length"], budget - short["held"]
     estimate = (math.sqrt(line**2 + 4 * square * room) - line) / (2 * square)
-    for length in range((int(estimate) // GRAIN + 1) * GRAIN, int(other["length"]), -GRAIN):
-        if result := attempt(size, way, length):
-            return result
-    return other
+    return (int(estimate) // GRAIN + 1) * GRAIN, other
 
 
 def attempt(size: str, way: str, length: int) -> dict[str, float]:
@@ -332,7 +338,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", choices=list(WAYS), help="these ways alone")
     parser.add_argument("--peak", type=float, default=34.7, help="GiB of the free run, of which budgets are shares")
     parser.add_argument("--batch", type=int, help="sequences, if not the model's own")
-    parser.add_argument("--length", type=int, help="tokens of a sequence, if not the model's own")
+    parser.add_argument("--length", type=int, help="tokens of a sequence, if not the model's own; `long`: the most")
     args = parser.parse_args()
     if unknown := [name for name in args.sets if name not in SETS]:
         parser.error(f"no set {unknown[0]}: {', '.join(SETS)}")
@@ -353,6 +359,8 @@ def main() -> None:
             chosen = [way for way in each if not args.ways or way in args.ways]
             for way in chosen:
                 numbers = batch, length, 4
+                if way == "long-recompute":
+                    numbers = 1, args.length or 0, 1
                 if way == "long-ours":  # as long as it must be, for one step
                     numbers = 1, args.length or 2 * int(rows.get("long-recompute", {}).get("length", 16 * GRAIN)), 1
                 workers.append(Worker.of(size, way, budget_of(way, args.peak * GIB), *numbers, beside=len(chosen)))

@@ -7,7 +7,7 @@ floor              DDP that never speaks
 ddp                torch's, in fp32; "ddp tuned": in buckets of 1 MB, views of gradients; "ddp fp16": with its hook
 ddp powersgd       torch's PowerSGD hook of rank 4, all in one bucket (with several it hangs on gloo)
 ddp batch 4        the bytes of one step for four times the batch: gradients are summed over four parts first
-exact, int8+ef …   ours, by the codec; auto; "diloco(H=10) int4+ef": a policy and a codec
+exact, int8+ef …   ours, by the codec; auto; "diloco(H=10) int4+ef", "delayed int4+ef": a policy and a codec
 """
 
 from __future__ import annotations
@@ -114,9 +114,8 @@ def model_of(name: str, seed: int) -> tuple[nn.Module, Callable[[], Batch], list
 
 def plan_of(way: str) -> dict[str, dict[str, str]]:
     """What a plan says for a way: a policy, a codec, both, or neither."""
-    policy, _, codec = way.rpartition(" ") if way.startswith(POLICIES) and ") " in way else ("", "", way)
-    if codec.startswith(POLICIES):
-        policy, codec = codec, "exact"
+    policy, codec = re.fullmatch(rf"((?:{'|'.join(POLICIES)})(?:\(.*?\))?)? ?(.*)", way).groups()
+    codec = codec or "exact"
     return ({"sync": {"dp": policy}} if policy else {}) | ({} if codec == "exact" else {"compress": {"dp": codec}})
 
 

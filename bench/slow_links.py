@@ -49,6 +49,7 @@ APART = (
     "diloco(H=50) int4+ef",
     "streaming(H=10, fragments=2) int4+ef",
     "streaming(H=50, fragments=2) int4+ef",
+    "delayed int4+ef",
 )
 WAYS = ("floor", *BASELINES, "ddp batch 4", *CODECS, *APART, "auto")
 CHOICES = ("exact", "int8+ef", "int4+ef")  # of auto

@@ -367,6 +367,21 @@ CASES = {
         "r: i64[6,1] = index(s, b, i, at=(0, 1)); c: i64[1,6] = index(s, b, j, at=(0, 1)); u: bool[6,6] = eq(r, c); "
         "a: bool[6,6] = le(j, i); m: bool[6,6] = bitwise_and(a, u)",
     ),
+    "positions looked up": (
+        "causal",
+        "p: i64[1,6] = add(j, 3); b: i64[1,1] = full(0, dtype=i64, shape=(1, 1)); r: i64[6,1] = index(p, b, i, "
+        "at=(0, 1)); c: i64[1,6] = index(p, b, j, at=(0, 1)); m: bool[6,6] = le(c, r)",
+    ),
+    "positions looked up from behind": (
+        "masked",
+        "p: i64[1,6] = add(j, 3); b: i64[1,1] = full(0, dtype=i64, shape=(1, 1)); n: i64[6,1] = sub(i, 6); "
+        "r: i64[6,1] = index(p, b, n, at=(0, 1)); m: bool[6,6] = le(p, r)",
+    ),
+    "rows of a mask": (
+        "causal",
+        "n: i64[9,1] = iota(dim=0, dtype=i64, shape=(9, 1)); a: bool[9,6] = le(j, n); "
+        "e: i64[6] = reshape(i, shape=(6,)); m: bool[6,6] = index(a, e, at=(0,))",
+    ),
     "all true": ("free", "m: bool[6,6] = full(True, dtype=bool, shape=(6, 6))"),
     "all zero": ("free", "m: f32[6,6] = full(0.0, dtype=f32, shape=(6, 6))"),
     "index not negative": ("free", "m: bool[6,1] = ge(i, 0)"),

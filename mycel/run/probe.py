@@ -47,6 +47,7 @@ SIZES = {  # by device: what is small and what is large there
         "memory": [1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 100 << 20],
         "product": [16, 32, 64, 128, 256, 512, 768],
         "attention": [(2, 4, 32, 16), (2, 4, 128, 32), (4, 8, 128, 64)],
+        "long_attention": [],
         "conv": [(2, 8, 16), (4, 32, 16), (4, 64, 28)],
         "conv_point": [(2, 24, 16), (4, 96, 16), (4, 192, 28)],
         "message": [(1 << 10, 20), (1 << 14, 20), (1 << 17, 10), (1 << 20, 6), (1 << 23, 2)],
@@ -58,6 +59,7 @@ SIZES = {  # by device: what is small and what is large there
             *[(4, 12, 256, 64), (8, 16, 512, 64), (8, 16, 1024, 64), (8, 32, 2048, 64)],
             *[(4, 8, 256, 128), (4, 8, 1024, 128), (4, 16, 2048, 128), (4, 32, 4096, 128)],
         ],
+        "long_attention": [(1, 16, 16384, 64), (1, 16, 16384, 128)],  # causal, in 16 bits
         "conv": [(32, 64, 56), (128, 128, 28), (128, 256, 28), (256, 256, 28)],
         "conv_point": [(32, 256, 14), (128, 256, 14), (128, 512, 14), (128, 1024, 14)],
         "message": [(1 << 12, 20), (1 << 16, 20), (1 << 20, 10), (1 << 24, 5), (1 << 27, 3)],
@@ -267,12 +269,14 @@ class Probe:
         or not; those of a window alone."""
         curves: dict[str, list[list[float]]] = {}
         attend, gradient, of_mask = OPS["attention"], OPS["attention_grad"], OPS["attention_mask_grad"]
-        for shape in self.sizes["attention"]:
+        long = self.sizes["long_attention"] if dtype.itemsize == 2 else []
+        for shape in self.sizes["attention"] + long:
             q, k, v = (self._rand(*shape, dtype=dtype) for _ in range(3))
             is_small = shape[2] <= LONGEST_MASK
             bias = self._rand(1, shape[1], shape[2], shape[2], dtype=dtype) if is_small else None
-            kinds: list[tuple[torch.Tensor | None, dict[str, Any]]] = [(None, {}), (None, {"causal": True})]
-            kinds += [(None, {"window": (shape[2] // 4, 0)}), (None, {"causal": True, "dropout": 0.1})]
+            kinds: list[tuple[torch.Tensor | None, dict[str, Any]]] = [(None, {"causal": True})]
+            if shape not in long:
+                kinds += [(None, {}), (None, {"window": (shape[2] // 4, 0)}), (None, {"causal": True, "dropout": 0.1})]
             counts = counted(q, k, torch.zeros((), dtype=torch.int64, device=self.device), 0)
             kinds += [(bias, {})] if bias is not None else []
             for mask, how in kinds:

@@ -371,8 +371,38 @@ def _move(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
     x, value, shape = eqn.inputs[0], inputs[0], eqn.outputs[0].shape
     assert isinstance(x, Var)
     change = change_of_index(eqn, x.shape, shape)
-    if change is None:
-        return _anywhere(eqn, inputs)
+    return _anywhere(eqn, inputs) if change is None else _changed(value, change, shape)
+
+
+def _indexed(eqn: Eqn, inputs: Sequence[Value]) -> Value | None:
+    """x[i, j] where i and j are affine: the same value under a change of index."""
+    x, at, out = eqn.inputs[0], eqn.params["at"], eqn.outputs[0]
+    assert isinstance(x, Var)
+    indices = [_affine(v, len(_shape(i))) for i, v in zip(eqn.inputs[1:], inputs[1:], strict=True)]
+    free = [d for d in range(x.ndim) if d not in at]
+    lead = sum(d < at[0] for d in free) if at[-1] - at[0] == len(at) - 1 else 0  # dims before those of the indices
+    behind = len(free) - lead
+    chosen = dict[int, Affine]()  # of dims of x, over the dims of the result
+    for d, i, a in zip(at, eqn.inputs[1:], indices, strict=True):
+        if a is None or not 0 <= a.bounds(_shape(i))[0] <= a.bounds(_shape(i))[1] < x.shape[d]:
+            return _anywhere(eqn, inputs)
+        of_all = broadcast(_shape(i), out.shape[lead : out.ndim - behind])(a)
+        chosen[d] = Affine(a.offset, (0,) * lead + of_all.steps + (0,) * behind)
+    for k, d in enumerate(free):
+        place = k if k < lead else out.ndim - len(free) + k
+        chosen[d] = Affine(0, tuple(int(p == place) for p in range(out.ndim)))
+
+    def change(a: Affine) -> Affine:
+        total = Affine(a.offset, (0,) * out.ndim)
+        for d, step in enumerate(a.steps):
+            total = total.plus(chosen[d], step)
+        return total
+
+    return _changed(inputs[0], change, out.shape)
+
+
+def _changed(value: Value, change: Callable[[Affine], Affine], shape: Shape) -> Value | None:
+    """A value under a change of index."""
     if isinstance(value, Affine):
         return change(value)
     if isinstance(value, Distance):
@@ -421,5 +451,5 @@ RULES: dict[str, Callable[[Eqn, Sequence[Value]], Value | None]] = {
     **dict.fromkeys(("eq", "ne", "ge", "gt", "le", "lt"), _compare),
     "tril": _triangle, "triu": _triangle, "cumsum": _running_sum, "cat": _joined,
     **dict.fromkeys(("expand", "stop_gradient", "permute", "select", "slice", "flip", "reshape"), _move),
-    **dict.fromkeys(("index", "index_select", "gather", "repeat", "repeat_each", "roll"), _anywhere),
+    "index": _indexed, **dict.fromkeys(("index_select", "gather", "repeat", "repeat_each", "roll"), _anywhere),
 }  # fmt: skip
