@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from mycel.ir import Program, call, check
 from mycel.placing import outlined
 from mycel.plan import CPU, Clock
+from mycel.run import interpret
 from mycel.transform import outline
 
 
@@ -63,3 +68,87 @@ def main(x: f32[64,64]):
 """)
     changed, names = outline(program, lambda block, run: True)
     assert [e.phase for e in check(changed).main.eqns] == ["backward", "forward"] and len(names) == 2
+
+
+def test_a_stretch_computes_again_what_is_cheaper_to_than_to_read():
+    """Logits in 32 bits, their distance from the maximum and its exponential are in no memory, what they are made of in
+    16 bits is; but what somebody else reads stays."""
+    for read in ("", ", f"):
+        program = check(
+            Program.parse(f"""
+def other(m: f32[8,1]):
+  n: f32[8,1] = mul(m, 1.0)
+  return n
+
+def main(x: bf16[8,4], w: bf16[100,4]):
+  z: bf16[8,100] = linear(x, w)
+  f: f32[8,100] = cast(z, dtype=f32)
+  m: f32[8,1] = amax(f, dims=(1,), keepdim=True)
+  n: f32[8,1] = call(m, block=@other)
+  s: f32[8,100] = sub(f, n)
+  e: f32[8,100] = exp(s)
+  t: f32[8,1] = sum(e, dims=(1,), keepdim=True)
+  u: f32[8,1] = call(t, block=@other)
+  p: f32[8,100] = div(e, u)
+  q: bf16[8,100] = cast(p, dtype=bf16)
+  return q{read}
+""")
+        )
+        changed, _ = outline(program, lambda block, run: True)
+        stretches = [e for e in check(changed).main.eqns if e.op is call and str(e.params["block"]) != "other"]
+        kept = {"f" if read else "z", "m"}
+        assert {v.name for v in stretches[0].outputs} == kept
+        assert {v.name for v in stretches[1].vars} == {"f" if read else "z", "n"}
+        assert {v.name for v in stretches[2].vars} == {"f" if read else "z", "n", "u"}
+        args = [torch.randn(8, 4).bfloat16(), torch.randn(100, 4).bfloat16()]
+        for a, b in zip(interpret(program, args), interpret(changed, args), strict=True):
+            assert torch.equal(a, b)
+
+
+@st.composite
+def programs(draw):
+    """Equations on tensors of two shapes and dtypes, with calls between some of them."""
+    lines, values = [], [("x", "f32[6,4]"), ("y", "bf16[6,4]"), ("r", "f32[6,1]")]
+    for i in range(draw(st.integers(3, 16))):
+        kind = draw(st.sampled_from(["sin", "neg", "wide", "narrow", "add", "sum", "call"]))
+        name, type_ = draw(st.sampled_from(values))
+        if kind == "call":
+            name, type_ = draw(st.sampled_from([v for v in values if v[1] == "f32[6,1]"]))
+            lines.append(f"v{i}: {type_} = call({name}, block=@other)")
+        elif kind == "add":
+            other, of = draw(st.sampled_from([v for v in values if v[1].startswith("f32")]))
+            type_ = "f32[6,1]" if (type_.endswith("1]") and of.endswith("1]")) else "f32[6,4]"
+            lines.append(f"v{i}: {type_} = add({name}, {other})")
+        elif kind == "sum":
+            type_ = type_.replace("6,4", "6,1").replace("bf16", "f32")
+            wide = f"cast({name}, dtype=f32)"
+            lines.append(f"w{i}: {dict(values)[name].replace('bf16', 'f32')} = {wide}")
+            lines.append(f"v{i}: {type_} = sum(w{i}, dims=(1,), keepdim=True)")
+        elif kind in ("wide", "narrow"):
+            dtype = "f32" if kind == "wide" else "bf16"
+            type_ = f"{dtype}{type_[type_.index('[') :]}"
+            lines.append(f"v{i}: {type_} = cast({name}, dtype={dtype})")
+        else:
+            lines.append(f"v{i}: {type_} = {kind}({name})")
+        values.append((f"v{i}", type_))
+    results = draw(st.lists(st.sampled_from([name for name, _ in values[3:]]), min_size=1, max_size=3, unique=True))
+    body = "\n  ".join(lines)
+    return Program.parse(f"""
+def other(m: f32[6,1]):
+  n: f32[6,1] = mul(m, 0.5)
+  return n
+
+def main(x: f32[6,4], y: bf16[6,4], r: f32[6,1]):
+  {body}
+  return {", ".join(results)}
+""")
+
+
+@settings(max_examples=200, deadline=None)
+@given(programs())
+def test_stretches_compute_the_same(program):
+    changed, _ = outline(check(program), lambda block, run: True)
+    generator = torch.Generator().manual_seed(0)
+    args = [torch.randn(v.shape, generator=generator).to(v.dtype) for v in program.inputs]
+    for a, b in zip(interpret(program, args), interpret(check(changed), args), strict=True):
+        assert torch.equal(a, b)

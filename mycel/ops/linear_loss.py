@@ -193,8 +193,9 @@ def split_classes(at, x, w, b, target, ignore_index):
     picked = at.all_reduce(o.where(hit, o.gather(z, classes, dim=1), 0.0), "v")
     rows = o.reshape(o.cast(keep, dtype=z.dtype), shape=(x.shape[0], 1))
     loss = o.sum(o.mul(o.sub(o.log(total), picked), rows), dims=(0, 1))
-    d = o.mul(o.scatter_add(o.div(e, total), classes, o.neg(o.cast(hit, dtype=z.dtype)), dim=1), rows)
-    d = cast_like(d, x)
+    column = o.iota(shape=(1, w.shape[0]), dim=1, dtype=classes.dtype)
+    hits = o.cast(o.eq(column, o.where(hit, classes, -1)), dtype=z.dtype)  # element by element: in one kernel with p
+    d = cast_like(o.mul(o.sub(o.div(e, total), hits), rows), x)
     return loss, o.matmul(d, w), o.linear_weight(d, x), *([] if b is None else [o.sum(d, dims=(0,))])
 
 

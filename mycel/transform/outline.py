@@ -23,6 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from mycel.ir import PHASES, Block, Builder, Eqn, Program, Ref, Var, call, cond, custom, loop, order, prune, scan
+from mycel.transform.again import ComputedAgain
 from mycel.transform.inline import latest
 
 SIZE = 800  # equations of a unit
@@ -80,11 +81,13 @@ def _cut(
     # what is used later, and in which phase first
     later = dict.fromkeys((v for v in block.outputs if isinstance(v, Var)), len(PHASES))
     eqns: list[Eqn] = []
-    for stretch in reversed(_stretches(block)):  # from the end, so that what is used later is known
+    stretches = _stretches(block)
+    again = ComputedAgain(block, stretches)
+    for stretch in reversed(stretches):  # from the end, so that what is used later is known
         for run in reversed(_by_phase(stretch, later)):
             worth = len(run) > 1 and is_worth(name, run)
             for part in reversed(_parts(run) if worth else [[eqn] for eqn in run]):
-                eqn = _outlined(blocks, name, part, later, outlined) if worth else part[0]
+                eqn = _outlined(blocks, name, part, again.before(part), later, outlined) if worth else part[0]
                 phase = PHASES.index(eqn.phase)
                 later.update((v, min(phase, later.get(v, phase))) for v in eqn.vars)
                 eqns.append(eqn)
@@ -141,16 +144,22 @@ def _parts(run: Sequence[Eqn]) -> list[list[Eqn]]:
 
 
 def _outlined(
-    blocks: dict[str, Block], name: str, run: Sequence[Eqn], later: Collection[Var], outlined: set[str]
+    blocks: dict[str, Block],
+    name: str,
+    run: Sequence[Eqn],
+    again: Sequence[Eqn],
+    later: Collection[Var],
+    outlined: set[str],
 ) -> Eqn:
-    """A call of a new block that holds the run."""
-    inner = {v for e in run for v in e.outputs}
-    inputs = tuple(dict.fromkeys(v for e in run for v in e.vars if v not in inner))
+    """A call of a new block that holds the run, and before it what is computed again."""
+    whole = [*again, *run]
+    inner = {v for e in whole for v in e.outputs}
+    inputs = tuple(dict.fromkeys(v for e in whole for v in e.vars if v not in inner))
     outputs = tuple(v for e in run for v in e.outputs if v in later)
     i = 1
     while (new := f"{name}_{i}") in blocks:
         i += 1
-    blocks[new] = Block(inputs, tuple(run), outputs)
+    blocks[new] = Block(inputs, tuple(whole), outputs)
     outlined.add(new)
     b = Builder()
     b.append(call, inputs, {"block": Ref(new)}, [v.type for v in outputs])
