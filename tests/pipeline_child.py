@@ -16,7 +16,7 @@ import torch
 import yaml
 from alive import Alive
 from pipelining import Tied
-from placed_processes import alone, compressed, dies_in_backward, in_places
+from placed_processes import alone, compressed, dies_in_backward, in_places, late
 from torch import nn
 
 import mycel
@@ -111,6 +111,7 @@ def main(folder: Path) -> None:
         replicas(folder / "replicas")
         turned_exact(folder / "compressed")
         compressed(folder / "compressed places")
+        late(folder / "late places")
     refused()
     placed = in_places(folder / "places")
     (folder / f"done-{RANK}").touch()

@@ -20,8 +20,9 @@ from torch import nn
 
 import mycel
 from mycel.errors import PlanError, RunError
-from mycel.ir import Mesh, Program, walk
+from mycel.ir import Mesh, Program, call, walk
 from mycel.lower import Lowered
+from mycel.ops import o
 from mycel.parts import ShardedModel
 from mycel.plan import CPU, KINDS, Plan
 from mycel.plan.list_schedules import of_places
@@ -264,10 +265,11 @@ def main(x: f32[2]):
 
 
 @pytest.mark.filterwarnings("ignore:accumulate")
-def test_gradients_travel_encoded_inside_a_place():
+@pytest.mark.parametrize("sync", [{}, {"dp": "delayed"}])
+def test_gradients_travel_encoded_inside_a_place(sync):
     """As between as many ranks that hold all of the model: the same parameters, and the same is lost.  A place of one
     rank has no sums, and encodes nothing."""
-    how = {"batch": ["dp"], "microbatches": 2, "compress": {"dp": {"*weight": "int8+ef"}}}
+    how = {"batch": ["dp"], "microbatches": 2, "compress": {"dp": {"*weight": "int8+ef"}}, "sync": sync}
     written, flat = Plan.read({"place": {"vision": [0, 1], "*": [2]}, **how}), Plan.read({"mesh": {"dp": 2}, **how})
     one = towers(written, seed=1)
     decided, done = planned(task_of(one, written), written)
@@ -288,6 +290,25 @@ def test_gradients_travel_encoded_inside_a_place():
         torch.testing.assert_close(x, wanted[name], rtol=1e-5, atol=1e-5)
     lost = [x for name, x in found.items() if name.endswith(".error")]
     assert len(lost) == 2 and all(float(x.abs().max()) > 0 for x in lost)
+
+
+@pytest.mark.filterwarnings("ignore:accumulate")
+@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("name", PLACES)
+def test_gradients_of_places_one_step_late(name, zero):
+    """As on one device, of all parameters, also in places of one rank; a place begins its sums before it computes."""
+    place, more = PLACES[name]
+    plan = {"place": place, "batch": ["dp"], "microbatches": 2, "sync": {"dp": "delayed(correction=0.5)"}}
+    written = Plan.read({**plan, **more, **({"zero": f"{zero} over dp"} if zero else {})})
+    one = towers(written, zero, clip_norm=0.5)
+    done = placed_equals(one, written, zero)
+    late = {one.made.program.role(v).of for v in one.made.program.inputs_of("delayed")}
+    assert late == {name for name, p in one.model.named_parameters() if p.requires_grad}
+    for program, at in zip(done.pipeline.programs, written.places, strict=True):
+        delayed, eqns = set(program.inputs_of("delayed")), program.main.eqns
+        begun = [i for i, e in enumerate(eqns) if e.op is o.begin and delayed.intersection(e.vars)]
+        if delayed and at.mesh["dp"] > 1:
+            assert begun and begun[0] < next(i for i, e in enumerate(eqns) if e.op is call)
 
 
 def test_where_parameters_are():

@@ -13,9 +13,10 @@ from torch import nn
 import mycel
 from mycel import Mesh, Plan
 from mycel.errors import PlanError
-from mycel.ir import Program, Role, Type
+from mycel.ir import Program, Role, Type, call
 from mycel.launch import launch
-from mycel.lower import OuterMessage, outer_message, rounds
+from mycel.lower import OuterMessage, outer_message, rounds, sent
+from mycel.ops import o
 from mycel.ops.codecs import Compression
 from mycel.plan.synchronising import read_policy
 from mycel.planning import planned
@@ -243,7 +244,8 @@ def late(plan: dict, steps: int = 4) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("plan", [
     {"mesh": {"dp": 3}}, {"mesh": {"dp": 2}, "zero": "2 over dp", "microbatches": 2},
     {"mesh": {"dp": 2, "near": 2}, "batch": ["dp.near"]},
-    {"mesh": {"dp": 2}, "compress": {"dp": {"*": "fp32+ef"}}},
+    {"mesh": {"dp": 2}, "compress": {"dp": {"*.weight": "fp32+ef"}}},
+    {"mesh": {"dp": 3}, "compress": {"dp": {"*.weight": "fp32+ef"}}},
 ])  # fmt: skip
 def test_gradients_one_step_late_are_those_of_the_step_before_corrected(plan):
     torch.manual_seed(0)
@@ -260,6 +262,56 @@ def test_gradients_one_step_late_are_those_of_the_step_before_corrected(plan):
     after = late({**plan, "sync": {"dp": "delayed(correction=0.9)"}})
     for name, p in model.named_parameters():
         torch.testing.assert_close(after[name], p.detach(), rtol=1e-4, atol=1e-5)
+
+
+class Wide(nn.Module):
+    """Two layers, large enough for their sums to be worth doing in parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(256, 1024) for _ in range(2))
+        self.down = nn.ModuleList(nn.Linear(1024, 256) for _ in range(2))
+
+    def forward(self, x):
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(torch.relu(up(x)))
+        return x.square().mean()
+
+
+def wide_step(plan: dict, **settings) -> Program:
+    """What ranks run of a step with AdamW."""
+    model, given = Wide(), Plan.read({"mesh": {"dp": 4}, "batch": ["dp"], **plan})
+    step = mycel.train_step(
+        model, torch.optim.AdamW(model.parameters()), plan=given, compile=False, clip_norm=1.0, **settings
+    )
+    return planned(step._task(step.unsharded(x=torch.randn(1024, 256))), given)[1].program
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16"}, {"precision": "fp16"}, {"accumulate": 2}])
+@pytest.mark.parametrize("plan", [
+    {}, {"zero": "2 over dp"},
+    *({"compress": {"dp": codec}} for codec in ("int4+ef", "int8+ef21", "int4+loco", "powersgd(2)+ef")),
+    {"zero": "2 over dp", "compress": {"dp": "int4+ef"}},
+])  # fmt: skip
+def test_gradients_one_step_late_send_no_more_than_others(plan, settings):
+    at_once, late = (
+        sum(sent(wide_step({**plan, **sync}, **settings)).values()) for sync in ({}, {"sync": {"dp": "delayed"}})
+    )
+    assert late <= 1.001 * at_once  # ZeRO 2 adds up what each microbatch brings
+    assert late >= 0.999 * at_once or ("zero" in plan and "accumulate" in settings)
+
+
+@pytest.mark.parametrize("plan, halves", [({}, 1), ({"compress": {"dp": "int4+ef"}}, 2)])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_sums_of_late_gradients_travel_during_forward_and_backward(plan, halves, precision):
+    """But for small ones: each message is beside a product of forward or of backward, and all of them beside both."""
+    eqns = wide_step({**plan, "sync": {"dp": "delayed"}}, precision=precision).main.eqns
+    products = [(i, e.phase) for i, e in enumerate(eqns) if e.op.product or e.op is call]
+    begun = {e.outputs[0]: i for i, e in enumerate(eqns) if e.op is o.begin}
+    spans = [(begun[e.inputs[0]], i, sum(v.type.bytes for v in e.vars)) for i, e in enumerate(eqns) if e.op is o.finish]
+    large = [(start, end) for start, end, size in spans if size > 50_000]
+    beside = [{phase for i, phase in products if start < i < end} for start, end in large]
+    assert len(large) == halves and all(beside) and set.union(*beside) == {"forward", "backward"}
 
 
 # -- plans

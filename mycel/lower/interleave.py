@@ -44,6 +44,7 @@ from mycel.ir import (
     check,
     lookup,
     prune,
+    scan,
     substitute,
 )
 from mycel.lower.stage_sums import joined_sums, plain_sums
@@ -56,6 +57,11 @@ TOKEN = Type(torch.int64, ())
 
 def interleave(program: Program, body: str, staged: bool = False) -> Program:
     """scan over microbatches => scan over pairs of them; `staged`: of which a pipeline's stages will be cut."""
+    scans = {str(e.params["body"]): int(e.params["length"]) for e in program.main.eqns if e.op is scan}
+    for name, n in scans.items():
+        print(name,n)
+        program = check(prune(_Weaver(plain_sums(program, name), name, staged).program()))
+    if scans: return program
     step = next((e for e in program.main.eqns if e.params.get("body") == body), None)
     length = step.params["length"] if step is not None else 1
     if length % AT_ONCE:

@@ -170,7 +170,7 @@ def shared_update(new, old, e, *, codec, axes, of):
 
 @op("... -> ...", dtype="first", examples=["f[2,3]"], free=True)
 def summed(x):
-    """A sum that was compressed has come: from here on it is whole, or in parts."""
+    """A sum that was compressed, or that is one step late, has come: from here on it is whole, or in parts."""
     return x
 
 

@@ -186,11 +186,13 @@ def _with_all_axes(places: Sequence[Place]) -> tuple[Place, ...]:
 
 def refuse_beside_places(given: Mapping[str, Any]) -> None:
     """PlanError for what a plan with places also says, and cannot."""
-    refused = next((name for name in BESIDE_PLACES if given[name]), None)
+    refused = next((name for name, is_given in given.items() if is_given), None)
     if refused is not None:
         hint = f"a plan without place, or without {refused}"
         if refused == "stages":
             hint = 'the stages of a place: "*": {ranks: 2..5, stages: [embed, layers.8]}'
+        if refused == "sync":
+            hint = "a plan without place, or sync: {dp: delayed}, under which all ranks have one model"
         raise PlanError(f"place: {refused}: {BESIDE_PLACES[refused]}\n  try       {hint}")
 
 

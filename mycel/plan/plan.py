@@ -221,8 +221,7 @@ class Plan:
         """The mesh is that of the ranks of all places."""
         if not self.place:
             return
-        given = {"stages": self.is_pipeline, "gather": self.gather, "send": self.send, "sync": self.sync}
-        refuse_beside_places(given)
+        refuse_beside_places({"stages": self.is_pipeline, "gather": self.gather, "send": self.send})
         if self.schedule not in PLACE_SCHEDULES:
             raise PlanError(f"place: schedule {self.schedule}\n  known     {', '.join(PLACE_SCHEDULES)}")
         mesh = places_mesh(self.places)
@@ -233,6 +232,7 @@ class Plan:
             )
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "place", places_data(self.places))  # however it was written
+        refuse_beside_places({"sync": self.synced() is not None})
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -261,7 +261,7 @@ class Plan:
 
     def _policy(self) -> SyncPolicy | None:
         policy = read_sync(self.sync, self.mesh, self.batch_axes())
-        return policy if policy is not None and self.mesh[policy.axis] > 1 else None
+        return policy if policy is not None and any(mesh[policy.axis] > 1 for mesh in self.meshes()) else None
 
     @property
     def replica(self) -> Plan:

@@ -5,6 +5,7 @@
     a parameter gathered        reaches its layer while others compute; a gradient its update likewise: such a message
                                 counts less
     the norm of a gradient      is taken of it as it lies for its update: as the optimiser state does
+    a sum that has come         is not gathered once more: that message would be neither encoded nor beside computing
 
 The solver (`layouts.py`) weighs its messages by it.
 """
@@ -31,8 +32,8 @@ class Weights:
               until their update.  What is left of them on the clock is the part that computing does not cover; a tenth
               keeps the cheaper of two such messages the better one.
     as_given  of messages that undo what the plan gives: a parameter given in parts is to be used in parts, though at
-              large batches it were quicker to gather it (that is ZeRO 3, and said by `zero: 3`).  Ten times: more than
-              the ratio of any two ways to use it.
+              large batches it were quicker to gather it (that is ZeRO 3, and said by `zero: 3`); a sum that is to be
+              encoded is not to travel as it is as well.  Ten times: more than the ratio of any two ways to use it.
     """
 
     share: float = 1e4
@@ -67,23 +68,24 @@ def weights(
 ) -> dict[tuple[Source, Node], float]:
     """Messages that count less, since they go on beside computing: gathered parameters on their way to a layer,
     gradients to their update.  And those that count more: inputs that were given in parts are meant to be used in
-    parts; with `wide`, what is widened is to be added up wide."""
+    parts, and sums that have come in whatever way the plan says not to travel again; with `wide`, what is widened is to
+    be added up wide."""
     late = {node for node, eqn in g.eqns.items() if updates(eqn) or eqn.op.name in ("global_norm", "summed")}
     used_as_given = made_of(g, [*(i for i, layout in given.items() if place(layout, axis) >= 0), *free]) - derived
     wanted = {source.node for source, node, _, _ in g.edges if source.node[0] == "hub" and node not in late}
     late |= {node for node in g.ports if node[0] == "hub" and node not in wanted}  # on its way to updates alone
     weight, come = {}, _come(g)
     for source, node, _, _ in g.edges:
-        if source in used_as_given or (wide and node in g.eqns and _widens(g.eqns[node])):
+        if source in used_as_given or source.node in come or (wide and node in g.eqns and _widens(g.eqns[node])):
             weight[source, node] = by.as_given
-        elif source in derived or (node in late and source.node not in come):
+        elif source in derived or node in late:
             weight[source, node] = by.hidden
     return weight
 
 
 def _come(g: Graph) -> set[Node]:
-    """Sums that came compressed, and what is made of them before an update: to be gathered there they would travel once
-    more, as they are."""
+    """Sums that came compressed or one step late, and what is made of them before an update: to be gathered there they
+    would travel once more, as they are."""
     uses: dict[Node, list[Node]] = {}
     for source, node, _, _ in g.edges:
         uses.setdefault(source.node, []).append(node)

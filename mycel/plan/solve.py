@@ -63,8 +63,8 @@ def solve(
     messages inside an operator; `known`: of the blocks of other programs under this plan; not `bounds`: the gap of
     large programs is not asked for, and endless."""
     along = dict.fromkeys(plan.over, gathered) if plan.zero == 3 else {}
-    compressed = plan.compressed()
-    at_the_end = frozenset({compressed.axis}) if compressed is not None else frozenset[str]()  # what is encoded once
+    once = [how.axis for how in (plan.compressed(), plan.delayed()) if how is not None]  # encoded, or sent a step late
+    at_the_end = frozenset(once)
     at_the_end |= frozenset(plan.batch_axes()[:1] if plan.monitored() else ())  # what ranks compare of their own
     reduced = frozenset(plan.over) - at_the_end if plan.zero >= 2 else frozenset()
     # activations are split by these anyway: what others split of a dim lies inside

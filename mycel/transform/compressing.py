@@ -8,7 +8,8 @@ left behind as state of the step.
                                    return loss, z, w.error=r
 
 Along dp, y is a partial sum and z is not: the reduction between the two is what `lower/compress` writes on encoded
-bytes.  New inputs, by their roles:
+bytes.  A gradient that is there when the step begins (`delaying.py`) is received where backward begins: the first half
+of its sum travels during forward, the second during backward.  New inputs, by their roles:
 
     error of w over dp        ef: what was lost, added to the next gradient.  ef21: this rank's part in what has been
                               received so far; what travels is the difference to it
@@ -112,6 +113,8 @@ class _Compressing:
         self.group_of = {name: group.name for group in groups for name in group.params}
         makers = {v: i for i, e in enumerate(main.eqns) for v in e.outputs}
         outputs, behind, sent = list(main.outputs), dict[int, list[Eqn]](), dict[int, CompressedSum]()
+        turn = next((i for i, e in enumerate(main.eqns) if e.phase == "backward"), len(main.eqns))
+        early = list[int]()  # there before backward begins
         for at, name in enumerate(names, results):
             g = outputs[at]
             if name not in chosen or not isinstance(g, Var):
@@ -119,12 +122,16 @@ class _Compressing:
             place = makers.get(g, -1)
             if place >= 0:
                 self.b.at(main.eqns[place])
+            if place < turn:
+                early.append(at)
             sent[at] = self.begun(name, chosen[name], g, at)
             behind.setdefault(place, []).extend(self._flushed())
         self.b.source, self.b.phase = "", "update"
         with self.b:
+            sums = {at: o.summed(sent[at].partial) for at in early}
+            behind.setdefault(turn - 1, []).extend(self._flushed())
             for at, message in sent.items():
-                outputs[at] = self.ended(message)
+                outputs[at] = self.ended(message, sums[at] if at in sums else o.summed(message.partial))
             if self.sent is not None:
                 self.updates[self.sent.name] = o.add(self.sent, 1)
         eqns = [*behind.get(-1, ()), *(e for i, eqn in enumerate(main.eqns) for e in (eqn, *behind.get(i, ())))]
@@ -190,9 +197,9 @@ class _Compressing:
         m = m if m.dtype == g.dtype else o.cast(m, dtype=g.dtype)
         return o.mul(g, o.sub(1.0, beta)), self.scaled(o.mul(m, beta))
 
-    def ended(self, message: CompressedSum) -> Any:
+    def ended(self, message: CompressedSum, z: Any) -> Any:
         """Where it is used: what has come."""
-        z, error, kept, lost = o.summed(message.partial), message.error, message.kept, message.lost
+        error, kept, lost = message.error, message.kept, message.lost
         if error is not None:
             match message.how.memory:
                 case "ef21":

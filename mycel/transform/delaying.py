@@ -4,8 +4,8 @@ while this one computes.
     d_w = …                        d_w = …
     return loss, d_w               return loss, w.delayed, w.delayed=d_w
                         =>
-                                   then, where what compressing does is written (`corrected`):
-                                   g = d + correction · d² · (w - w.before)
+                                   then, behind what compressing does:
+                                   d = summed(…),  g = d + correction · d² · (w - w.before)
                                    return loss, g, w.before=w
 
 w.delayed is a partial sum over the axis, and there when the step begins: nothing has to be waited for to send it.  It
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from mycel.ir import Builder, Program, Role, Type, Var
+from mycel.ir import Builder, Eqn, Program, Role, Type, Var
 from mycel.ops import o
 from mycel.transform.scaling import LOSS_SCALE
 
@@ -37,7 +37,7 @@ def delay_gradients(program: Program, names: Sequence[str], results: int, axis: 
     and as what is updated they themselves."""
     b, roles = _builder(program)
     scale = program.by_role().get(LOSS_SCALE)
-    outputs, updates = list(program.main.outputs), dict[str, Any]()
+    outputs, updates, first = list(program.main.outputs), dict[str, Any](), list[Eqn]()
     with b:
         for at, name in enumerate(names, results):
             g = outputs[at]
@@ -48,8 +48,12 @@ def delay_gradients(program: Program, names: Sequence[str], results: int, axis: 
             roles[late.name] = Role("delayed", of=name, over=axis)
             now = g if g.dtype == wide else o.cast(g, dtype=wide)
             updates[late.name] = now if scale is None else o.div(now, o.cast(scale, dtype=wide))
+            before = len(b.eqns)
             then = late if scale is None else o.mul(late, o.cast(scale, dtype=wide))
             outputs[at] = then if g.dtype == wide else o.cast(then, dtype=g.dtype)
+            first += b.eqns[before:]
+            del b.eqns[before:]
+    b.eqns[:0] = first
     return _written(program, b, outputs, updates, roles)
 
 
@@ -68,7 +72,7 @@ def correct_delay(program: Program, names: Sequence[str], results: int, correcti
             before = b.input(f"{name}.before", Type(wide, w.shape))
             roles[before.name] = Role("outer", "before", of=name)
             now = w if w.dtype == wide else o.cast(w, dtype=wide)
-            g = d if d.dtype == wide else o.cast(d, dtype=wide)
+            g = o.summed(d if d.dtype == wide else o.cast(d, dtype=wide))
             weight = o.mul(o.mul(g, g), correction)
             weight = weight if scale is None else o.div(weight, o.cast(scale, dtype=wide))
             g = o.add(g, o.mul(weight, o.sub(now, before)))
