@@ -236,3 +236,39 @@ def test_sums_added_wide():
         part = o.reduce_scatter(o.relu(x), axes=("dp",), count=2, dim=1)
     program = check(Program({"main": b.block([total, part])}))
     golden("wide_sums", f"# before\n\n{program}\n# after\n\n{check(add_wide(program))}")
+
+
+SENT_ON = """
+def layer(x: f32[4,4], w: f32[4,4]):
+  h: f32[4,4] = linear(x, w)
+  y: f32[4,4] = tanh(h)
+  return y
+
+def main(x: f32[4,4], w: f32[4,4]):
+  a: f32[4,4] = call(x, w, block=@layer)
+  s: f32[2,4] = reduce_scatter(a, axes=("dp",), count=2, dim=0)
+  b: f32[4,4] = call(a, w, block=@layer)
+  c: f32[4,4] = call(b, w, block=@layer)
+  d: f32[4,4] = call(c, w, block=@layer)
+  half: f32[2,4] = mul(s, 0.5)
+  bent: f32[2,4] = tanh(half)
+  all: f32[4,4] = all_reduce(a, axes=("dp",), count=2)
+  wave: f32[4,4] = sin(all)
+  both: f32[4,4] = all_reduce(wave, axes=("dp",), count=2)
+  mean: f32[2,4] = all_reduce(bent, axes=("dp",), count=2)
+  y: f32[2,4] = add(mean, 1.0)
+  return y, both, d, wave
+"""
+
+
+def test_what_has_come_is_computed_with_and_sent_on_between_calls():
+    """Not behind all of them, where it is used; and nobody computes anything else."""
+    program = check(Program.parse(SENT_ON))
+    changed = check(lower.overlap(program))
+    change("sent_on", program, changed)
+    names = [e.op.name for e in changed.main.eqns]
+    last = len(names) - 1 - names[::-1].index("call")
+    assert names[:last].count("begin") == 3 and {"tanh", "sin"} <= {*names[:last]}
+    inputs = by_rank(program, 2)
+    for before, after in zip(*(simulate(p, Mesh(dp=2), inputs) for p in (program, changed)), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))

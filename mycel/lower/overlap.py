@@ -9,7 +9,8 @@
 What is made on the way (gradients) is sent right after it is made, and so is what is there at the start (gradients that
 are one step late).  What takes more memory once it has come (parts of parameters) is sent one call ahead of its use.
 What takes less memory once it has come (a rank's part of a gradient) is waited for one call later: what was sent stays
-until then, and the link is busy with the next one anyway; what goes on over another axis is sent on then.  A small
+until then, and the link is busy with the next one anyway; what goes on over another axis is sent on then, and so is
+what is computed of it on the way (sums of gradients that came encoded, encoded again).  A small
 message goes with one that begins between the same two calls and is waited for before it, as biases go with the sketches
 of `powersgd`: a message is several of the network's own, whatever it holds.
 """
@@ -20,9 +21,25 @@ import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mycel.ir import PHASES, Block, Builder, Chain, Eqn, Program, Var, call, chains, custom, loop, rewrite, scan
+from mycel.ir import (
+    CONTROL,
+    PHASES,
+    Block,
+    Builder,
+    Chain,
+    Eqn,
+    Program,
+    Var,
+    call,
+    chains,
+    custom,
+    loop,
+    rewrite,
+    scan,
+)
 from mycel.ops import o
 
+CALLS = (call, custom, scan, loop)
 BUCKET = 32 << 20  # bytes in one message
 SMALL = 64 << 10  # bytes that take less than the start of a message: between four ranks over gloo, twelve round trips
 
@@ -53,11 +70,12 @@ def overlap(program: Program, known: Known | None = None) -> Program:
 
 
 def _overlapped(block: Block) -> Block:
+    block = _sent_on(block)
     collectives = [i for i, e in enumerate(block.eqns) if e.op.collective is not None and e.op.collective.together]
     if not collectives:
         return block
     uses = chains(block)
-    calls = [i for i, e in enumerate(block.eqns) if e.op in (call, custom, scan, loop)]
+    calls = [i for i, e in enumerate(block.eqns) if e.op in CALLS]
     begin: dict[int, int] = {}
     arrived: dict[Var, int] = {}  # what one collective brings and another may send on
     for i in collectives:
@@ -91,6 +109,60 @@ def _overlapped(block: Block) -> Block:
         if i < len(block.eqns) and i not in gone:
             eqns.append(block.eqns[i])
     return Block(block.inputs, tuple(eqns), block.outputs)
+
+
+def _sent_on(block: Block) -> Block:
+    """What is computed of what a collective brings, and leads to another one, stands behind the call that follows the
+    first, and what that one makes is sent before."""
+    eqns, places = block.eqns, _places(block)
+    if not places:
+        return block
+    ordered = sorted(range(len(eqns)), key=lambda i: (places.get(i, i), i not in places, i))
+    return Block(block.inputs, tuple(eqns[i] for i in ordered), block.outputs)
+
+
+def _places(block: Block) -> dict[int, int]:
+    """By the number of an equation that can stand earlier: before which one."""
+    eqns = block.eqns
+    if any(e.op.effect and e.op is not o.verified for e in eqns):
+        return {}  # stages of a pipeline wait for each other in this order
+    calls = [i for i, e in enumerate(eqns) if e.op in CALLS]
+    is_sent = [e.op.collective is not None and e.op.collective.together for e in eqns]
+    # what was sent is compared on all ranks at the same place, wherever that is
+    plain = [e.op is o.verified or (e.op not in CONTROL and not e.op.effect) for e in eqns]
+    is_plain = [x and not sent for x, sent in zip(plain, is_sent, strict=True)]
+    wanted = set[Var]()  # by a collective, by way of plain equations
+    leads = set[int]()
+    for i in reversed(range(len(eqns))):
+        if is_sent[i] or (is_plain[i] and not wanted.isdisjoint(eqns[i].outputs)):
+            wanted.update(eqns[i].vars)
+            leads.update([i] if is_plain[i] else [])
+    there: dict[Var, int] = {}  # before which equation a value can be there; of others, behind the one that makes it
+    come = set[Var]()  # what is computed of what a collective brings
+    places: dict[int, int] = {}
+    for i, e in enumerate(eqns):
+        at = max((there[v] for v in e.vars if v in there), default=0)
+        if i in leads:
+            comes = not come.isdisjoint(e.vars)
+            come.update(e.outputs if comes else ())
+            there.update((v, min(at, i + 1)) for v in e.outputs)
+            if comes and at < i:
+                places[i] = at
+        elif is_sent[i]:
+            come.update(e.outputs)
+            behind = _next_call(calls, at, len(eqns)) + 1
+            there.update((v, min(_next_call(calls, behind, behind), len(eqns))) for v in e.outputs)
+        else:
+            there.update((v, i + 1) for v in e.outputs)
+    makers = {v: i for i, e in enumerate(eqns) for v in e.outputs}
+    for i in sorted(places, reverse=True):  # what they need besides comes with them
+        needed = [makers[v] for v in eqns[i].vars if v in makers]
+        while needed:
+            j = needed.pop()
+            if (j in leads or is_sent[j]) and places.get(j, j + 1) > places[i]:
+                places[j] = places[i]
+                needed += [makers[v] for v in eqns[j].vars if v in makers]
+    return places
 
 
 def _ready(block: Block, i: int, uses: Mapping[Var, Chain], calls: Sequence[int], arrived: Mapping[Var, int]) -> int:
@@ -136,7 +208,7 @@ def _buckets(block: Block, sent: Sequence[Sent], uses: Mapping[Var, Chain]) -> l
     done: list[list[Sent]] = []
     calls = [0]  # before each place: between two calls the exact place does not matter
     for e in block.eqns:
-        calls.append(calls[-1] + (e.op in (call, custom, scan, loop)))
+        calls.append(calls[-1] + (e.op in CALLS))
     kind = {s.at: (calls[s.begin], *_kind(block.eqns[s.at])) for s in sent}
     for s in sorted(sent, key=lambda s: (s.begin, s.at)):
         key = (kind[s.at], calls[min(s.use, len(block.eqns))], block.eqns[s.at].phase)
