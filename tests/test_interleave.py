@@ -16,7 +16,7 @@ from test_stage_offload import simulated
 from test_stages import INNER, tied
 
 from mycel.errors import PlanError
-from mycel.ir import Mesh, Program, call
+from mycel.ir import Mesh, Program, call, scan
 from mycel.lower.interleave import interleave
 from mycel.lower.lowered import Lowered
 from mycel.lower.stage_sums import plain_sums
@@ -60,8 +60,38 @@ def lowered(one: OneDevice, plan: Plan) -> tuple[Plan, Lowered]:
 def test_two_at_once_are_one_after_the_other(name, one):
     plan = Plan.read({**PLANS[name], "microbatches": 4, "at_once": 2})
     decided, done = lowered(one, plan)
-    scan = next(e for e in done.program.main.eqns if e.params.get("body") == one.made.body)
-    assert scan.params["length"] == 2
+    loop = next(e for e in done.program.main.eqns if e.params.get("body") == one.made.body)
+    assert loop.params["length"] == 2
+    compared(one.made.program, done.spread, plan.mesh, start_values(one), done.program)
+    assert str(lowered(one, Plan.read(decided.data()))[1].program) == str(done.program)
+
+
+CLIP = {"*.[qkv]_proj.weight": ["tp", "-"], "*.[qkv]_proj.bias": ["tp"], "*.out_proj.weight": ["-", "tp"],
+        "*.fc1.weight": ["tp", "-"], "*.fc1.bias": ["tp"], "*.fc2.weight": ["-", "tp"]}  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", [
+    {"mesh": {"tp": 2}, "parameters": CLIP}, {"mesh": {"dp": 2}, "batch": ["dp"], "zero": "3 over dp"},
+])  # fmt: skip
+def test_towers_whose_rows_meet_go_two_at_once(plan):
+    """Of a loss over the whole batch, features are computed a part at a time and again for their gradients: there are
+    two loops over the parts, and both take two."""
+    from transformers import CLIPConfig, CLIPModel
+
+    size = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {"vocab_size": 50, "max_position_embeddings": 6, "bos_token_id": 1, "eos_token_id": 49, "pad_token_id": 0}
+    torch.manual_seed(0)
+    images = {"image_size": 8, "patch_size": 4, "attention_dropout": 0.1}
+    config = CLIPConfig(text_config={**size, **text}, vision_config={**size, **images}, projection_dim=8)
+    ids = torch.randint(2, 49, (8, 6))
+    batch = {"input_ids": ids, "pixel_values": torch.randn(8, 3, 8, 8).double(), "return_loss": True}
+    one = OneDevice.of(CLIPModel(config).double(), batch, accumulate=4, clip_norm=0.5)
+    assert one.made.body == one.made.program.entry
+    plan = Plan.read({**plan, "microbatches": 4, "at_once": 2})
+    decided, done = lowered(one, plan)
+    scans = [e for e in done.program.main.eqns if e.op is scan]
+    assert [e.params["length"] for e in scans] == [2, 2] and [e.params.get("reverse", False) for e in scans] == [0, 1]
+    assert any(e.op is o.begin for e in done.program.blocks[scans[0].params["body"]].eqns)
     compared(one.made.program, done.spread, plan.mesh, start_values(one), done.program)
     assert str(lowered(one, Plan.read(decided.data()))[1].program) == str(done.program)
 

@@ -296,7 +296,7 @@ def test_gradients_travel_encoded_inside_a_place(sync):
 @pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize("name", PLACES)
 def test_gradients_of_places_one_step_late(name, zero):
-    """As on one device, of all parameters, in places of one rank as well; a place begins its sums before it computes."""
+    """As on one device, of all parameters, also in places of one rank; a place begins its sums before it computes."""
     place, more = PLACES[name]
     plan = {"place": place, "batch": ["dp"], "microbatches": 2, "sync": {"dp": "delayed(correction=0.5)"}}
     written = Plan.read({**plan, **more, **({"zero": f"{zero} over dp"} if zero else {})})

@@ -13,7 +13,8 @@ The body of the scan over microbatches becomes one that takes two.  Its equation
 one runs until it begins a message, then the other does; a result is waited for where it is read.  Calls of blocks in
 which ranks are waited for are taken together, as one call of both blocks, woven in the same way.  What both would
 compute alike, parameters gathered for use among it, is computed once.  Sums over microbatches go from the first to the
-second where they are added to, so results are those of one after the other.
+second where they are added to, so results are those of one after the other.  Where rows meet in the loss
+(`transform/by_parts`) there are two such scans, the one of gradients from the last part to the first: both are woven.
 
 In a pipeline the pair is what goes through the stages, whose steps are cut from the woven body: there each equation is
 followed by that of the other microbatch, so a cut has both on the same side; messages are begun inside of calls alone,
@@ -22,7 +23,7 @@ which no cut divides, and what both add to a sum is added up first.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -44,7 +45,9 @@ from mycel.ir import (
     check,
     lookup,
     prune,
+    scan,
     substitute,
+    walk,
 )
 from mycel.lower.stage_sums import joined_sums, plain_sums
 from mycel.ops import o
@@ -55,16 +58,22 @@ TOKEN = Type(torch.int64, ())
 
 
 def interleave(program: Program, body: str, staged: bool = False) -> Program:
-    """scan over microbatches => scan over pairs of them; `staged`: of which a pipeline's stages will be cut."""
-    step = next((e for e in program.main.eqns if e.params.get("body") == body), None)
-    length = step.params["length"] if step is not None else 1
-    if length % AT_ONCE:
+    """scan over microbatches => scan over pairs of them; `staged`: of which a pipeline's stages will be cut.  A `body`
+    that is no scan's, but the whole of a step, has its microbatches in scans of its own."""
+    lengths = {str(e.params["body"]): int(e.params["length"]) for e in program.main.eqns if e.op is scan}
+    used = Counter(str(ref) for _, eqn in walk(program) for ref in eqn.refs)
+    of_parts = [name for name, length in lengths.items() if length % AT_ONCE == 0 and used[name] == 1]
+    names = [body] if body in of_parts else [] if body in lengths else of_parts
+    if not names:
+        length = lengths.get(body, 1)
         raise PlanError(
             f"at_once: {AT_ONCE}, but there is {length} microbatch\n  try       microbatches: {AT_ONCE}"
             if length == 1
             else f"at_once: {AT_ONCE}, but there are {length} microbatches\n  try       microbatches: {length + 1}"
         )
-    woven = check(prune(_Weaver(plain_sums(program, body), body, staged).program()))
+    woven = program
+    for name in names:
+        woven = check(prune(_Weaver(plain_sums(woven, name), name, staged).program()))
     return joined_sums(woven, body) if staged else woven
 
 
@@ -97,6 +106,8 @@ class _Weaver:
         main = self.whole.main
         names.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
         before, after = Builder(beside=names), Builder(beside=names)
+        before.at(step.eqn)
+        after.at(step.eqn)
         with before:
             pieces = [self._paired_rows(x, step.length) for x in step.eqn.inputs[step.consts + step.carry :]]
         self.blocks[self.body] = self._body(step)
@@ -128,10 +139,11 @@ class _Weaver:
         pairs = [Var(names.name(v.name), Type(v.dtype, (AT_ONCE, *v.shape))) for v in step.pieces]
         picking = Builder(beside=names)
         given: list[dict[Var, Atom]] = [{}, {}]
+        order = range(AT_ONCE)[::-1] if step.eqn.params.get("reverse") else range(AT_ONCE)
         with picking:
             for v, pair in zip(step.pieces, pairs, strict=True):
-                for k in range(AT_ONCE):
-                    given[k][v] = o.select(pair, dim=0, index=k)
+                for values, k in zip(given, order, strict=True):
+                    values[v] = o.select(pair, dim=0, index=k)
         first = dict(given[0])
         early, rest = self._carried_early(step)
         mine = [substitute(e, first) for e in rest]
@@ -151,8 +163,9 @@ class _Weaver:
         else:
             woven = self._woven(mine, theirs, there, names, shared | _on_the_side((*mine, *theirs), ends))
         stacking = Builder(beside=names)
+        stacking.at(step.eqn)
         with stacking:
-            rows = [self._stacked(x, first, second) for x in block.outputs[step.carry :]]
+            rows = [self._stacked(x, *((first, second)[k] for k in order)) for x in block.outputs[step.carry :]]
         outputs = [lookup(x, second) for x in block.outputs[: step.carry]]
         return Block(inputs, (*picking.eqns, *early, *woven, *stacking.eqns), (*outputs, *rows))
 
