@@ -58,6 +58,17 @@ class Stack(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
 
 
+class OneLayer(nn.Module):
+    """A large gradient that is made right before the update."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(128, 4096)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.embed(input_ids).square().mean()
+
+
 def tokens(i=0, rows=4, length=16):
     ids = torch.randint(3, 97, (rows, length), generator=torch.Generator().manual_seed(i))
     return {"input_ids": ids, "labels": ids}
@@ -263,6 +274,21 @@ def test_a_budget_is_kept_by_moving_and_the_step_is_the_same(free, offload, shar
     text = moving.explain()
     assert all(f" {m.value}: " in text for m in moving.plan.decided.moved.moved)
     assert ("lives there" in text) == (offload == "auto")
+
+
+@pytest.mark.parametrize("make, plan, why", [
+    (small_llama, {}, None),
+    (small_llama, {"microbatches": 2}, "adds to their sums"),
+    (OneLayer, {}, "sooner than its copies"),
+])  # fmt: skip
+def test_explain_says_why_gradients_stay(make, plan, why):
+    """They leave between backward and the update, if there is time for it; not from a sum that parts add to."""
+    moving, values = trained({"offload": {"gradients": "host"}, **plan}, make=make)
+    assert same(values, trained(plan or "auto", make=make)[1])
+    moved = moving.plan.decided.moved
+    assert bool(moved and moved.moved) == (why is None)
+    lines = [line for line in moving.explain().splitlines() if "gradients: none, as" in line]
+    assert [why in line for line in lines] == ([] if why is None else [True])
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ from mycel.plan.solve import Solved, parameter_layouts, solve
 from mycel.plan.stage_costs import beside_each_other, message_bytes, stage_costs, step_seconds
 from mycel.plan.stages import StepBody, StepFlow, modules_around, starts_of
 from mycel.plan.synchronising import SyncPolicy
-from mycel.plan.travels import travels
+from mycel.plan.travels import staying, travels
 
 __all__ = [
     "AUTO", "CANDIDATES", "COMPUTE", "CPU", "KINDS", "PLACE_AXIS", "STAGE_AXIS", "UPDATE", "Absence",
@@ -74,6 +74,6 @@ __all__ = [
     "hardware_of", "host_updates", "ladder", "last_that_fits", "leaving_gradients", "less", "message_bytes",
     "modules_around", "of_stages", "orders_text", "paired", "parameter_inputs", "parameter_layouts", "probe_path",
     "probe_text", "ready_plans", "refuse_idle", "refuse_without_fp8", "residuals", "searched", "solve", "splits",
-    "stage_costs", "starts_of", "state_inputs", "step_names", "step_seconds", "timeline", "travels", "twins",
+    "stage_costs", "starts_of", "state_inputs", "staying", "step_names", "step_seconds", "timeline", "travels", "twins",
     "visits", "with_link", "with_rates", "write_down",
 ]  # fmt: skip

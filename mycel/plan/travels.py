@@ -7,6 +7,7 @@ moved            h: 64.00 MiB, away for 12.10 ms; leaves 1.20 - 2.40 ms, back 14
                  d_w: 16.00 MiB, leaves for good 18.00 - 18.30 ms, hidden
                  w.part: 8.00 MiB, away for 1.40 ms; leaves 18.00 - 18.20 ms, updated there 18.30 - 19.40 ms with 16.00
                  MiB of state, back 19.60 - 19.80 ms, hidden
+                 gradients: none, as each part of the batch adds to their sums; …
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from mycel.ir import HOST, Eqn, Program, Var, order
 from mycel.plan.clock import Clock
 from mycel.plan.host_update import column
+from mycel.plan.offload import Offload
 from mycel.sizes import shown
 
 
@@ -69,6 +71,22 @@ def travels(program: Program, clock: Clock, compiled: Collection[str] = ()) -> I
     for name in order(program):
         if any(e.op.transfers for e in program.blocks[name].eqns):
             yield from _of_block(program, name, clock, compiled)
+
+
+def staying(program: Program, offload: Offload, in_parts: bool) -> Iterator[str]:
+    """Kinds of values that a plan has on the host and of which a program moves none, and why; `in_parts`: it adds up
+    what parts of the batch bring."""
+    of_phase = {"forward": "activations", "backward": "gradients"}
+    moved = set[str]()
+    for block in program.blocks.values():
+        phases = {v: e.phase for e in block.eqns for v in e.outputs}
+        leaving = [v for e in block.eqns if e.op.transfers and e.op.effect and e.params["to"] == HOST for v in e.vars]
+        moved.update(of_phase.get(phases.get(v, ""), "") for v in leaving)
+    for kind in of_phase.values():
+        if getattr(offload, kind) == "host" and kind not in moved:
+            sooner = "none, as each is read again sooner than its copies there and back would take"
+            added = "none, as each part of the batch adds to their sums; with one part (microbatches: 1) they can leave"
+            yield f"{kind}: {added if in_parts and kind == 'gradients' else sooner}"
 
 
 def _of_block(program: Program, name: str, clock: Clock, compiled: Collection[str]) -> Iterator[RoundTrip]:
