@@ -44,7 +44,7 @@ MAY_IMPORT = {
     "several_optimizers": {"errors"},
     "optimizers": {"errors", "ir", "ops", "transform", "several_optimizers"},
     "accumulation": {"errors", "ir", "capture", "transform", "run"},
-    "buckets": {"errors"},
+    "buckets": {"errors", "capture"},
     "torch_update": {"errors", "plan", "optimizers"},
     "feed": {"errors", "ir", "capture", "run"},
     "monitors": {"transform"},

@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mycel.capture.arguments import argument_paths, check_arguments, device_of, input_roles, trace_arguments
+from mycel.capture.arguments import (
+    ArgumentObjects,
+    argument_paths,
+    check_arguments,
+    device_of,
+    input_roles,
+    trace_arguments,
+)
 from mycel.capture.counters import (
     CHANGES,
     Slot,
@@ -41,7 +48,7 @@ from mycel.capture.structures import Structures
 from mycel.capture.syntax import drawn_state, enter, refuse_draws
 from mycel.capture.trace import CAPTURING, TRACING, Tracer
 from mycel.capture.tracing import traced_by
-from mycel.capture.tree import Tree, flatten
+from mycel.capture.tree import Tree, flatten, flatten_arguments
 from mycel.capture.unfollowed import UntouchedObjects
 from mycel.errors import CaptureError
 from mycel.ir import Program, Role, Var, check, prune
@@ -206,16 +213,17 @@ def _capture(
     strict: bool,
 ) -> Captured:
     leaves: list[torch.Tensor] = []
-    tree = flatten((args, kwargs), leaves)
-    check_arguments(tree)
+    tree = flatten_arguments((args, kwargs), leaves)
+    check_arguments(fn, tree)
     places = Reachable(fn, tree.statics())
     device = device_of(leaves, places)
     tracer = Tracer(device, places)
     tracer.islands, tracer.plain_selects, tracer.changing, tracer.is_strict = islands, selects, changing, strict
     paths = argument_paths(fn, tree)
     traced, given = trace_arguments(tracer, tree, paths, leaves, apart)
+    objects = ArgumentObjects(fn, tree, traced)
     held: list[torch.Tensor] = []
-    flatten(data, held)
+    flatten_arguments(data, held)
     tracer.sources.update(zip(given, held, strict=True))
     draws = drawn_state()
     counted = lift_counters(tracer, places, counters or frozenset())
@@ -229,6 +237,7 @@ def _capture(
                 hook_parameters(tracer, places.parameters())
             result = boundary(tracer, (ROOT,), fn, functools.partial(enter, fn))(*traced[0], **traced[1])
         refuse_draws(draws)
+        objects.refuse_changes()
         outs: list[torch.Tensor] = []
         out_tree = flatten(result, outs, objects=True, varying=True)
         if not differentiated:

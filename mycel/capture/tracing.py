@@ -62,6 +62,7 @@ def traced_by(tracer: Tracer) -> Iterator[None]:
         Patch(predispatch, "_unpack_dual", _unpack_dual),
         Patch(predispatch, "_exit_dual_level", _exit_dual_level),
         Patch(os._Environ, "__getitem__", _noted_read(os._Environ.__getitem__)),
+        Patch(torch, "from_numpy", _of_tensors(torch.from_numpy)),
         Patch(_IMPORTS, "_find_and_load", _plain_import(_IMPORTS._find_and_load)),
         *(Patch(kind, "__call__", _unprofiled(kind.__call__)) for kind in _SCRIPTED),
         *(Patch(torch, name, _no_seed(name)) for name in (() if tracer.is_strict else SEEDS)),
@@ -105,6 +106,11 @@ def _plain_import(plain: Callable[..., Any]) -> Callable[..., Any]:
             return plain(*args)
 
     return load
+
+
+def _of_tensors(plain: Callable[..., torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    """torch.from_numpy; an array that is an argument is a tensor already."""
+    return lambda array: array if isinstance(array, torch.Tensor) else plain(array)
 
 
 _SCRIPTED: Any = (torch.jit.ScriptFunction, torch._C.ScriptMethod)
