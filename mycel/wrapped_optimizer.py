@@ -28,7 +28,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def __init__(self, wrapper: Any, held: torch.optim.Optimizer) -> None:
         self.wrapper, self.held, self._has_stepped = wrapper, held, False
 
-    @property  # type: ignore[override]
+    @property
     def state(self) -> Any:
         return self.held.state
 
@@ -36,7 +36,7 @@ class WrappedOptimizer(torch.optim.Optimizer):
     def state(self, state: Any) -> None:
         self.held.state = state
 
-    @property  # type: ignore[override]
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.held.param_groups
 
