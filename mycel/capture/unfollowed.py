@@ -126,7 +126,7 @@ def real_at(place: Any) -> Any:
     """The object at a place, where it is one that Python alone knows the state of; in the place of an iterator there
     is one that can go back from now on."""
     real = untouched(place.read())
-    if isinstance(real, Iterator) and type(real) is not Rewindable:
+    if isinstance(real, Iterator) and not isinstance(real, (Rewindable, io.IOBase)):
         real = Rewindable(real)
         place.write(real)
     return real
