@@ -30,7 +30,7 @@ from mycel.capture.counters import (
 from mycel.capture.counters import MOST as MOST_CHANGES
 from mycel.capture.expert_loops import merged_loops
 from mycel.capture.facts import CHANGING, Facts
-from mycel.capture.fence import OPENED, refuse
+from mycel.capture.fence import OPENED, refuse, refuse_read
 from mycel.capture.hooks import hook_parameters
 from mycel.capture.island import ROOT, boundary, next_island, refusal
 from mycel.capture.kept_lists import KeptLists, refuse_additions
@@ -260,6 +260,7 @@ def _capture(
         copies += rebound + kept
         effects += toggles(tracer) + cleared_grads(tracer)
         tracer.refuse_rows(results, "they are what the program returns or keeps")
+        _refuse_text(tracer, [out_tree, *(tree for _, tree in effects)])
     except BaseException as e:
         untouched.put_back()
         undo(places)
@@ -310,6 +311,13 @@ def _capture(
         tuple(tracer.environment.items()),
         frozenset(i for i, is_copy in enumerate(copies) if is_copy),
     )
+
+
+def _refuse_text(tracer: Tracer, trees: Sequence[Tree]) -> None:
+    """CaptureError for text of traced tensors that lives on: it would be that of one call."""
+    kept = [value for tree in trees for value in tree.statics() if isinstance(value, str)] if tracer.texts else []
+    if any(text in value for text in tracer.texts for value in kept):
+        raise refuse_read("__format__")
 
 
 def _facts(tracer: Tracer, names: Mapping[Var, str], updates: Sequence[Var]) -> tuple[Facts, ...]:

@@ -1,8 +1,8 @@
 """Masks that transformers leaves out: a causal one without padding is None, and the attention layer's own `is_causal`
 stands for it; code that is compiled always gets the mask.
 
-Where the config says that layers are not causal by themselves (`use_bidirectional_attention`), None and the mask are two
-kinds of attention.  There the question is answered as in plain Python: whether anything is padded is a fact of the
+Where the config says that layers are not causal by themselves (`use_bidirectional_attention`), None and the mask are
+two kinds of attention.  There the question is answered as in plain Python: whether anything is padded is a fact of the
 batch (`facts.py`).
 """
 

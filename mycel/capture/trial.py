@@ -404,7 +404,11 @@ class Trial:
         held += [*stands_in, *(place for place, _ in files)]
         before = [_read(place) for place in held]
         sinks = {id(real): sink(real) for _, real in files} if silent else {}
+        printed = contextlib.ExitStack()
         try:
+            if silent:
+                printed.enter_context(contextlib.redirect_stdout(io.StringIO()))
+                printed.enter_context(contextlib.redirect_stderr(io.StringIO()))
             for place in stands_in:
                 place.write(untouched(place.read()))
             for place, real in files if silent else ():
@@ -419,6 +423,7 @@ class Trial:
                 _write(place, laid)
             yield
         finally:
+            printed.close()
             self.laid.clear()
             for place, old in zip(held, before, strict=True):
                 _write(place, old)
