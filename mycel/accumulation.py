@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from mycel.capture import Captured, flatten
+from mycel.capture import Captured, flatten_arguments
 from mycel.errors import TrainError
 from mycel.ir import Var
 from mycel.run import interpret
@@ -85,7 +85,7 @@ class CallWeights:
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[float]:
         leaves: list[torch.Tensor] = []
-        form = (flatten((args, kwargs), leaves), [(x.shape, x.dtype) for x in leaves])
+        form = (flatten_arguments((args, kwargs), leaves), [(x.shape, x.dtype) for x in leaves])
         for known, captured, weighed in self.known:
             if known == form and _facts_hold(captured, leaves):
                 return _weights(captured, weighed, leaves)
@@ -100,7 +100,7 @@ class CallWeights:
 
     def _weighed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Captured, Weighing]:
         leaves: list[torch.Tensor] = []
-        tree = flatten((args, kwargs), leaves)
+        tree = flatten_arguments((args, kwargs), leaves)
         rows = next((x.shape[0] for x in leaves if x.ndim), 0)
         twice = [torch.cat([x, x]) if x.ndim and x.shape[0] == rows else x for x in leaves]
         captured, larger = self.capture(args, kwargs), self.capture(*tree.unflatten(iter(twice)))

@@ -23,6 +23,7 @@ import torch
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from mycel.capture import as_leaf
 from mycel.errors import TrainError
 
 Key = int | str  # of a batch tensor: its position, or its name
@@ -197,9 +198,10 @@ class CompiledSizes:
 
 
 def _named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Named:
+    """Arguments by position and by name, arrays as the tensors torch makes of them."""
     batch: Named = dict(enumerate(args))
     batch.update(kwargs)
-    return batch
+    return {key: x if (leaf := as_leaf(x)) is None else leaf for key, x in batch.items()}
 
 
 def _padding(key: Key, given: Mapping[Any, Any]) -> Padding:

@@ -25,6 +25,7 @@ from mycel.capture import (
     Captured,
     Tree,
     flatten,
+    flatten_arguments,
     input_tensors,
     input_values,
     paused,
@@ -343,7 +344,7 @@ class Pullback:
         if TRACING:
             tracer = TRACING[-1]
             leaves: list[torch.Tensor] = []
-            flatten((primals, {}), leaves)
+            flatten_arguments((primals, {}), leaves)
             inputs = input_tensors(c, leaves)
             outs = splice_program(tracer, first, input_values(tracer, c, inputs))
             residuals = outs[n : n + kept]

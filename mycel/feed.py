@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mycel.capture import MISS, Captured, Facts, flatten
+from mycel.capture import MISS, Captured, Facts, flatten_arguments
 from mycel.capture.bind import Call
 from mycel.errors import TrainError
 from mycel.ir import Layout, Mesh, Program, Type, Var, type_of
@@ -130,7 +130,7 @@ class Local:
     def __init__(self, caller: Caller, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """`args`, `kwargs`: such a whole batch, which may be without data."""
         tensors: list[torch.Tensor] = []
-        flatten((args, kwargs), tensors)
+        flatten_arguments((args, kwargs), tensors)
         given = [type_of(x) for x in tensors]
         known = (
             entry.feed for entry in caller.entries if caller.usable(entry) and entry.feed.types(parts=False) == given
@@ -155,7 +155,7 @@ class Local:
     def _whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """A part => the whole batch without data; TrainError where it is no part of one."""
         tensors: list[torch.Tensor] = []
-        tree = flatten((args, kwargs), tensors)
+        tree = flatten_arguments((args, kwargs), tensors)
         feed, parts = self.feed, self.feed.parts()
         if [type_of(x) for x in tensors] != feed.types(parts=True):
             names = [path.partition(".")[2] for path in tree.paths("")]
@@ -205,7 +205,7 @@ def without_host_data(args: tuple[Any, ...], kwargs: dict[str, Any], device: tor
     if device.type in ("cpu", "meta"):
         return args, kwargs
     tensors: list[torch.Tensor] = []
-    tree = flatten((args, kwargs), tensors)
+    tree = flatten_arguments((args, kwargs), tensors)
     stand_ins = {id(x): torch.empty_like(x, device="meta") if x.ndim and x.device.type == "cpu" else x for x in tensors}
     arguments: Arguments = tree.unflatten(iter([stand_ins[id(x)] for x in tensors]))
     return arguments
@@ -214,7 +214,7 @@ def without_host_data(args: tuple[Any, ...], kwargs: dict[str, Any], device: tor
 def refuse_without_data(args: tuple[Any, ...], kwargs: dict[str, Any], model: torch.nn.Module) -> None:
     """TrainError for a call on tensors of the meta device where the model has data, or the other way round."""
     tensors: list[torch.Tensor] = []
-    flatten((args, kwargs), tensors)
+    flatten_arguments((args, kwargs), tensors)
     has_data = all(p.device.type != "meta" for p in model.parameters())
     if has_data and any(x.device.type == "meta" for x in tensors):
         raise TrainError(

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from mycel.capture import flatten, rewritten
+from mycel.capture import flatten_arguments, rewritten
 from mycel.errors import TrainError
 from mycel.ir import Program, Var
 
@@ -176,7 +176,7 @@ class Batch:
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> None:
         self.args, self.kwargs, self.parts = args, kwargs, parts
         self.leaves: list[torch.Tensor] = []
-        self.tree = flatten((args, kwargs), self.leaves)
+        self.tree = flatten_arguments((args, kwargs), self.leaves)
         self.rows = next((x.shape[0] for x in self.leaves if x.ndim), None)
         if parts > 1 and self.rows is not None:
             self.parts = next((k for k in range(min(parts, self.rows), self.rows + 1) if k and self.rows % k == 0), 0)

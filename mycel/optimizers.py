@@ -21,6 +21,7 @@ from mycel.ops.optimisers.paragraph import INDIFFERENT
 from mycel.ops.space import settle_hosts
 from mycel.several_optimizers import SeveralOptimizers, each_of, owner
 from mycel.transform import ParameterGroup
+from mycel.wrapped_optimizer import WrappedOptimizer, name_of
 
 
 def class_of(optimizer: torch.optim.Optimizer) -> str:
@@ -57,13 +58,21 @@ def refuse_unusable(optimizer: Any) -> None:
     or to be differentiated."""
     for each in each_of(optimizer) if isinstance(optimizer, SeveralOptimizers) else ():
         refuse_unusable(each)
-    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    kind = name_of(optimizer)
+    if isinstance(optimizer, torch.optim.lr_scheduler.LRScheduler):
+        raise TrainError(
+            f"train_step was given {kind} as optimizer, which is a scheduler\n"
+            "  try       train_step(model, optimizer), and scheduler.step() after each step, as always"
+        )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TrainError(
             f"train_step was given {kind} as optimizer\n"
             f"  known     {', '.join(known_names())}\n"
-            "  try       one of these, made with model.parameters(); any other torch.optim.Optimizer runs as it is"
+            "  try       one of these, made with model.parameters(); any other torch.optim.Optimizer runs as it is,\n"
+            "            and so does an object with a step() that holds one in an attribute"
         )
+    if isinstance(optimizer, WrappedOptimizer):
+        return refuse_unusable(optimizer.held)
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise TrainError(

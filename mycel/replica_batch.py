@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from mycel.capture import flatten
+from mycel.capture import flatten_arguments
 from mycel.errors import PlanError
 from mycel.feed import Arguments, Feed
 from mycel.ir import Layout, Type, Var
@@ -26,7 +26,7 @@ def own_batch(plan: Plan, rank: int, args: tuple[Any, ...], kwargs: dict[str, An
     if policy is None:
         return args, kwargs
     tensors: list[torch.Tensor] = []
-    tree = flatten((args, kwargs), tensors)
+    tree = flatten_arguments((args, kwargs), tensors)
     place, parts = plan.mesh.index(rank, (policy.axis,)), []
     for path, x in zip(tree.paths(""), tensors, strict=True):
         for dim in split_dims(plan, path, x.shape):
@@ -43,7 +43,7 @@ def fed_whole(plan: Plan, feed: Feed, whole: Arguments) -> Feed:
     if policy is None:
         return feed
     tensors: list[torch.Tensor] = []
-    paths = flatten(whole, tensors).paths("")
+    paths = flatten_arguments(whole, tensors).paths("")
     given = {leaf: (path, x) for leaf, path, x in zip(feed.leaves, paths, tensors, strict=True)}
     inputs, layouts = [], []
     for v, layout in zip(feed.inputs, feed.layouts, strict=True):

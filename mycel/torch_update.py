@@ -17,13 +17,14 @@ import torch
 from mycel.errors import PlanError
 from mycel.optimizers import known_names
 from mycel.plan import Plan
+from mycel.wrapped_optimizer import name_of
 
 
 def warn(optimizer: torch.optim.Optimizer, why: str) -> None:
     """Say once that this is slower, and why."""
-    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     warnings.warn(
-        f"{kind} runs as it is, on gradients that the step returns: {why}; an update inside of the program is faster\n"
+        f"{name_of(optimizer)} runs as it is, on gradients that the step returns: {why}; "
+        "an update inside of the program is faster\n"
         f"  known     {', '.join(known_names())}",
         stacklevel=6,  # who called the step
     )
@@ -34,10 +35,9 @@ def refuse_split(optimizer: torch.optim.Optimizer, plan: Plan, split: Iterable[s
     name = next(iter(split), None)
     if name is None and not plan.zero:
         return
-    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     what = f"the plan splits {name}" if name is not None else f"zero {plan.zero} splits its state"
     raise PlanError(
-        f"{kind} runs as it is, on whole parameters, but {what}\n"
+        f"{name_of(optimizer)} runs as it is, on whole parameters, but {what}\n"
         f"  try       a plan that splits the batch alone, such as dp, or one of {', '.join(known_names())}"
     )
 

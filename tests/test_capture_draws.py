@@ -52,7 +52,7 @@ def test_numbers_of_python_are_drawn_at_every_call(draw):
         lambda x: x * random.choice([1, 2]),
         lambda x: x[torch.from_numpy(np.random.permutation(2))],
         lambda x: x * torch.from_numpy(np.random.rand(3)),
-        lambda x: x * next(ITEMS),
+        lambda x: x * next(ITEMS[0]),
     ],
 )
 def test_other_draws_and_iterators_are_refused(fn):
@@ -60,7 +60,7 @@ def test_other_draws_and_iterators_are_refused(fn):
         mycel.jit(fn, strict=True)(X)
 
 
-ITEMS = iter(range(1, 100))
+ITEMS = (iter(range(1, 100)),)
 
 
 def test_iterators_of_the_function_itself_and_clocks():

@@ -354,13 +354,13 @@ def test_a_place_that_code_counts_itself_is_written_by_an_island_alone():
     assert len([w for w in told if "plain Python" in str(w.message)]) == 1 and pair.model.place == 5
 
 
-def test_an_iterator_in_reach_is_a_refusal_with_its_reason():
+def test_an_iterator_in_a_tuple_is_a_refusal_with_its_reason():
     """Why there would be an island, and why there is none: an error of ours, not the search's own."""
-    layer, factors = nn.Linear(3, 3), iter([2.0, 3.0])
+    layer, factors = nn.Linear(3, 3), (iter([2.0, 3.0]),)
 
     def f(x):
         scale = torch.unique(layer(x)).shape[0]
-        return x * scale * next(factors)
+        return x * scale * next(factors[0])
 
     reason = r"(?s)_unique2 has a shape.*no call around it can stay Python: .* reaches an iterator"
     with pytest.raises(mycel.errors.CaptureError, match=reason):

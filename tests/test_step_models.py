@@ -512,3 +512,32 @@ def test_models_that_ask_for_values(make, more, signatures):
 
     pair = agree(beside(make, adamw(), batches, steps=3))
     assert len(pair.step.entries) == signatures
+
+
+def test_a_mask_that_transformers_leaves_out_is_left_out():
+    """PaliGemma without token types: no padding means no mask, and layers that are not causal by themselves."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
+    text = {"model_type": "gemma", "vocab_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 8}
+    image = {"model_type": "siglip_vision_model", "num_hidden_layers": 1, "image_size": 8, "patch_size": 4}
+    config = hf.PaliGemmaConfig(
+        vision_config={**sizes, **image, "projection_dim": 16, "vision_use_head": False},
+        text_config={**sizes, **text},
+        projection_dim=16,
+        image_token_index=60,
+    )
+    model = hf.PaliGemmaForConditionalGeneration(config).train()
+    twin = copy.deepcopy(model)
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    ids = torch.cat([torch.full((2, 4), 60), torch.randint(1, 50, (2, 6))], 1)
+    batch = {"input_ids": ids, "pixel_values": torch.randn(2, 3, 8, 8), "labels": ids.masked_fill(ids == 60, -100)}
+    for padded in (0, 2, 0, None):
+        mask = torch.ones_like(ids)
+        mask[0, ids.shape[1] - (padded or 0) :] = 0
+        given = batch if padded is None else {**batch, "attention_mask": mask}
+        loss = twin(**given).loss
+        loss.backward()
+        plain.step()
+        plain.zero_grad()
+        assert step(**given).item() == pytest.approx(loss.item(), abs=2e-6)

@@ -45,7 +45,73 @@ class Renamed(torch.optim.AdamW):
         super().__init__(params, lr=0.02, **more)
 
 
+class Warmup:
+    """Holds an optimiser, and changes its learning rate before each step."""
+
+    def __init__(self, optimizer):
+        self.inner, self.steps = optimizer, 0
+
+    @property
+    def param_groups(self):
+        return self.inner.param_groups
+
+    def zero_grad(self, set_to_none):
+        self.inner.zero_grad(set_to_none)
+
+    def step(self):
+        self.steps += 1
+        for group in self.inner.param_groups:
+            group["lr"] = 0.02 / self.steps
+        self.inner.step()
+
+
+class Rising(torch.optim.SGD):
+    """Changes the learning rate, then takes torch's step."""
+
+    steps = 0
+
+    def step(self, closure=None):
+        self.steps += 1
+        for group in self.param_groups:
+            group["lr"] = 0.01 * self.steps
+        super().step(closure)
+
+
+class Alternating:
+    """Holds two, which take turns."""
+
+    def __init__(self, params):
+        self.parts = [torch.optim.Adam(params[::2], lr=0.02), torch.optim.SGD(params[1::2], lr=0.02)]
+        self.steps = 0
+
+    @property
+    def param_groups(self):
+        return [group for part in self.parts for group in part.param_groups]
+
+    def zero_grad(self, set_to_none):
+        for part in self.parts:
+            part.zero_grad(set_to_none)
+
+    def step(self):
+        self.parts[self.steps % 2].step()
+        self.steps += 1
+
+
+class OwnSchedule:
+    """Holds an optimiser, but takes no step of it."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    def step(self):
+        self.optimizer.param_groups[0]["lr"] *= 0.5
+
+
 AS_IT_IS = {
+    "a wrapper": lambda ps: Warmup(torch.optim.Adam(ps)),
+    "a wrapper of a wrapper": lambda ps: Warmup(Warmup(torch.optim.SGD(ps, momentum=0.9))),
+    "a wrapper of several": lambda ps: Alternating([*ps]),
+    "a subclass that changes the learning rate": lambda ps: Rising(ps, lr=0.02, momentum=0.9),
     "one's own": Whitened,
     "a subclass with its own update": lambda ps: Own(ps, lr=0.02),
     "an option no rule knows": lambda ps: Lion(ps, lr=0.02, use_triton=True),
@@ -283,3 +349,52 @@ def test_one_of_several_that_runs_as_it_is_takes_all_along():
         assert abs(float(step(**rows(i))) - loss.item()) < 1e-9
     with pytest.raises(TrainError, match="share a parameter"):
         mycel.train_step(model, [Whitened(model.parameters()), torch.optim.SGD(model.parameters())])
+
+
+@QUIET
+def test_a_wrapper_keeps_its_optimisers_state():
+    model = small("")
+    inner = torch.optim.Adam(model.parameters())
+    step = mycel.train_step(model, Warmup(inner))
+    step(**rows(0))
+    state = step.state_dict()
+    assert state["optimizer"]["param_groups"][0]["lr"] == 0.02 and len(inner.state) == len(state["optimizer"]["state"])
+    step(**rows(1))
+    step.load_state_dict(state)
+    assert inner.param_groups[0]["lr"] == 0.02
+    assert all(
+        torch.equal(inner.state[p]["exp_avg"], state["optimizer"]["state"][i]["exp_avg"])
+        for i, p in enumerate(model.parameters())
+    )
+
+
+@QUIET
+def test_a_wrapper_beside_an_optimiser():
+    def make(m):
+        first, *rest = trained(m)
+        return [Warmup(torch.optim.Adam([first])), torch.optim.SGD(rest, lr=0.02)]
+
+    model, twin = small(""), small("")
+    twin.load_state_dict(model.state_dict())
+    step, ours = mycel.train_step(model, make(model)), make(twin)
+    for i in range(3):
+        loss = twin(**rows(i))
+        loss.backward()
+        for each in ours:
+            each.step()
+        twin.zero_grad()
+        assert step(**rows(i)).item() == pytest.approx(loss.item(), abs=1e-9)
+
+
+def test_what_holds_no_optimiser_or_takes_no_step_is_refused():
+    model = small("")
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(TrainError, match="which is a scheduler"):
+        mycel.train_step(model, torch.optim.lr_scheduler.StepLR(sgd, 1))
+    with pytest.raises(TrainError, match=r"an object with a step\(\) that holds one"):
+        mycel.train_step(model, object())
+    with pytest.raises(TrainError, match=r"SparseAdam needs sparse gradients.*\n.*torch.optim.Adam"):
+        mycel.train_step(model, Warmup(torch.optim.SparseAdam(list(model.parameters()))))
+    with pytest.raises(TrainError, match=r"OwnSchedule.step\(\) took no step"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        mycel.train_step(model, OwnSchedule(sgd))(**rows(0))

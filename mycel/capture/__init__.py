@@ -15,7 +15,7 @@ from mycel.capture.nested import succeeds
 from mycel.capture.region import Open, checked, closed, divided, meshed, opened
 from mycel.capture.syntax import each, rewritten
 from mycel.capture.trace import CAPTURING, is_traced_here
-from mycel.capture.tree import LEAF, Tree, flatten
+from mycel.capture.tree import LEAF, Tree, as_leaf, flatten, flatten_arguments
 from mycel.ops.python_calls import PythonCall
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "PythonCall",
     "Tree",
     "all_ones",
+    "as_leaf",
     "bind",
     "capture",
     "checked",
@@ -38,6 +39,7 @@ __all__ = [
     "draw_key",
     "each",
     "flatten",
+    "flatten_arguments",
     "growing",
     "input_tensors",
     "input_values",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from mycel.capture.caches import is_cache
@@ -16,21 +18,60 @@ from mycel.capture.names import clean
 from mycel.capture.record import Traced
 from mycel.capture.state import Location, Reachable
 from mycel.capture.trace import Tracer
-from mycel.capture.tree import Tree, holds_tensors
+from mycel.capture.tree import Tree, attributes, holds_tensors
 from mycel.ir import Role, Var
 
 
-def check_arguments(tree: Tree) -> None:
-    for value in tree.statics():
-        if isinstance(value, torch.nn.Module):
+def check_arguments(fn: Callable[..., Any], tree: Tree) -> None:
+    """CaptureError for what of an argument hides tensors."""
+    for path, node in _argument_nodes(fn, tree):
+        value = node.key
+        if node.kind != "static" or isinstance(value, torch.nn.Module):
             continue
-        if type(value).__module__ == "numpy" or isinstance(value, Iterator) or holds_tensors(value):
+        kind = f"the argument {path}, of type {type(value).__qualname__},"
+        if isinstance(value, np.ndarray):
+            raise refuse(f"{kind} is an array of {value.dtype}, of which torch has no tensors", "numbers, or a list")
+        if isinstance(value, Iterator) or holds_tensors(value, arrays=True):
             raise refuse(
-                f"an argument of type {type(value).__qualname__} holds arrays or tensors that cannot be seen",
+                f"{kind} holds arrays or tensors that cannot be seen",
                 "a StaticCache that a first call has filled: it has one size"
                 if is_cache(value)
-                else "pass tensors, alone or in tuples, lists, dicts and dataclasses (torch.from_numpy for arrays)",
+                else "arrays and tensors alone, or in tuples, lists, dicts and attributes of objects",
             )
+
+
+class ArgumentObjects:
+    """The objects of the user's own classes among arguments, as they are given to the code: what it sets there would
+    be lost, for each call has others."""
+
+    def __init__(self, fn: Callable[..., Any], tree: Tree, arguments: Any) -> None:
+        names = _parameter_names(fn, len(arguments[0]))
+        by_position = zip(names, tree.children[0].children, arguments[0], strict=True)
+        by_name = zip(arguments[1], tree.children[1].children, arguments[1].values(), strict=True)
+        self.held = [held for each in (*by_position, *by_name) for held in _objects(*each)]
+
+    def refuse_changes(self) -> None:
+        """CaptureError where one of them holds another thing than before."""
+        for path, value, before in self.held:
+            now = attributes(value)
+            for name in {**before, **now}:
+                if now.get(name, before) is not before.get(name, before):
+                    error = refuse(
+                        f"the code sets {path}.{name}: an argument, which is another object at every call",
+                        "returning it, or setting it on a copy (copy.copy)",
+                    )
+                    error.final = True
+                    raise error
+
+
+def _objects(path: str, tree: Tree, value: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """The objects in a value, with their attributes; dataclasses and caches apart."""
+    inside = attributes(value) if tree.kind == "object" else value
+    if tree.kind == "object" and not dataclasses.is_dataclass(value) and not is_cache(value):
+        yield path, value, inside
+    names = tree.key[1] if tree.kind in ("object", "dict", "output") else range(len(tree.children))
+    for name, child in zip(names, tree.children, strict=True):
+        yield from _objects(f"{path}.{name}", child, inside[name])
 
 
 def device_of(leaves: list[torch.Tensor], places: Reachable) -> torch.device:
@@ -54,13 +95,15 @@ def device_with_data(devices: Iterable[torch.device]) -> torch.device:
 
 def argument_paths(fn: Callable[..., Any], tree: Tree) -> list[str]:
     """What the tensors of the arguments are called: x, pair.0, batch.input_ids"""
+    return [path for path, node in _argument_nodes(fn, tree) if node.kind == "leaf"]
+
+
+def _argument_nodes(fn: Callable[..., Any], tree: Tree) -> Iterator[tuple[str, Tree]]:
+    """Everything in the arguments, and what it is called."""
     args, kwargs = tree.children
-    names = [
-        n
-        for a, name in zip(args.children, _parameter_names(fn, len(args.children)), strict=True)
-        for n in a.paths(name)
-    ]
-    return names + list(kwargs.paths(""))
+    for child, name in zip(args.children, _parameter_names(fn, len(args.children)), strict=True):
+        yield from child.nodes(name)
+    yield from itertools.islice(kwargs.nodes(""), 1, None)
 
 
 def trace_arguments(

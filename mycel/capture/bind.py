@@ -42,7 +42,7 @@ import torch
 from mycel.capture.counters import NumberSlots
 from mycel.capture.function import Captured
 from mycel.capture.state import Guarded, Location, holds, is_static, is_there, owner, shadowed_by
-from mycel.capture.tree import Tree, maker
+from mycel.capture.tree import Tree, as_leaf, attributes, has_slots, maker
 from mycel.capture.versions import DICTS_TELL, TENSORS_TELL, TensorTypes, dict_of, dict_versions, dict_word, is_plain
 
 MISS = object()
@@ -64,7 +64,7 @@ class _GuardWriter:
             "run": run,
             "MISS": MISS,
             "TENSORS": _TENSORS,
-            "Tensor": torch.Tensor,
+            "as_leaf": as_leaf,
             "draw_key": draw_key,
         }
         self.names: dict[int, str] = {}
@@ -152,8 +152,11 @@ class _GuardWriter:
                 cls, fields = tree.key
                 self.lines.append(f"{name} = {expr}")
                 self.guard(f"type({name}) is not {self.constant(cls, 'cls')}")
+                read = self.constant(attributes, "attributes") if has_slots(cls) else "vars"
+                self.lines.append(f"{name} = {read}({name})")
+                self.guard(f"{name}.keys() != {self.constant(frozenset(fields), 'names')}")
                 for f, child in zip(fields, tree.children, strict=True):
-                    self.unpack(child, f"{name}.{f}")
+                    self.unpack(child, f"{name}[{f!r}]")
 
     def tensor(self, expr: str) -> None:
         input_ = next(self.leaves)
@@ -169,7 +172,7 @@ class _GuardWriter:
         wrong = f"{name}.dtype is not {self.constant(t.dtype, 'D')} or {name}.shape != {t.shape!r}"
         if where is not None:
             wrong += f" or {name}.device != {'DEVICE' if where == self.c.device else self.constant(where, 'E')}"
-        self.guard(f"type({name}) not in TENSORS and not isinstance({name}, Tensor) or {wrong}")
+        self.guard(f"type({name}) not in TENSORS and ({name} := as_leaf({name})) is None or {wrong}")
 
     def static(self, value: Any, name: str) -> None:
         if value is None or isinstance(value, bool):

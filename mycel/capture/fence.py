@@ -8,6 +8,7 @@ import os
 import site
 import sys
 import sysconfig
+import traceback
 from types import CodeType, FrameType
 
 import torch
@@ -65,12 +66,22 @@ def here() -> tuple[str, int]:
     frame = user_frame()
     if frame is None:
         return "", 0
-    place = (frame.f_code.co_filename, frame.f_lineno)
+    return _text((frame.f_code.co_filename, frame.f_lineno)), _depth(frame)
+
+
+def raised_at(error: BaseException) -> str:
+    """The innermost line of the user's code that an exception passed."""
+    lines = [(f.f_code, n) for f, n in traceback.walk_tb(error.__traceback__) if _is_user(f.f_code)]
+    return _text((lines[-1][0].co_filename, lines[-1][1])) if lines else ""
+
+
+def _text(place: tuple[str, int]) -> str:
+    """A file and a line, as equations show them."""
     text = _TEXTS.get(place)
     if text is None:
         text = _TEXTS[place] = f"{short_path(place[0])}:{place[1]}"
         SOURCES[text] = place
-    return text, _depth(frame)
+    return text
 
 
 def _depth(frame: FrameType | None) -> int:

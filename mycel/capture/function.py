@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from mycel.capture.arguments import argument_paths, check_arguments, device_of, input_roles, trace_arguments
+from mycel.capture.arguments import (
+    ArgumentObjects,
+    argument_paths,
+    check_arguments,
+    device_of,
+    input_roles,
+    trace_arguments,
+)
 from mycel.capture.counters import (
     CHANGES,
     Slot,
@@ -23,7 +30,7 @@ from mycel.capture.counters import (
 from mycel.capture.counters import MOST as MOST_CHANGES
 from mycel.capture.expert_loops import merged_loops
 from mycel.capture.facts import CHANGING, Facts
-from mycel.capture.fence import OPENED, refuse
+from mycel.capture.fence import OPENED, refuse, refuse_read
 from mycel.capture.hooks import hook_parameters
 from mycel.capture.island import ROOT, boundary, next_island, refusal
 from mycel.capture.kept_lists import KeptLists, refuse_additions
@@ -41,7 +48,7 @@ from mycel.capture.structures import Structures
 from mycel.capture.syntax import drawn_state, enter, refuse_draws
 from mycel.capture.trace import CAPTURING, TRACING, Tracer
 from mycel.capture.tracing import traced_by
-from mycel.capture.tree import Tree, flatten
+from mycel.capture.tree import Tree, flatten, flatten_arguments
 from mycel.capture.unfollowed import UntouchedObjects
 from mycel.errors import CaptureError
 from mycel.ir import Program, Role, Var, check, prune
@@ -206,16 +213,17 @@ def _capture(
     strict: bool,
 ) -> Captured:
     leaves: list[torch.Tensor] = []
-    tree = flatten((args, kwargs), leaves)
-    check_arguments(tree)
+    tree = flatten_arguments((args, kwargs), leaves)
+    check_arguments(fn, tree)
     places = Reachable(fn, tree.statics())
     device = device_of(leaves, places)
     tracer = Tracer(device, places)
     tracer.islands, tracer.plain_selects, tracer.changing, tracer.is_strict = islands, selects, changing, strict
     paths = argument_paths(fn, tree)
     traced, given = trace_arguments(tracer, tree, paths, leaves, apart)
+    objects = ArgumentObjects(fn, tree, traced)
     held: list[torch.Tensor] = []
-    flatten(data, held)
+    flatten_arguments(data, held)
     tracer.sources.update(zip(given, held, strict=True))
     draws = drawn_state()
     counted = lift_counters(tracer, places, counters or frozenset())
@@ -229,6 +237,7 @@ def _capture(
                 hook_parameters(tracer, places.parameters())
             result = boundary(tracer, (ROOT,), fn, functools.partial(enter, fn))(*traced[0], **traced[1])
         refuse_draws(draws)
+        objects.refuse_changes()
         outs: list[torch.Tensor] = []
         out_tree = flatten(result, outs, objects=True, varying=True)
         if not differentiated:
@@ -251,6 +260,7 @@ def _capture(
         copies += rebound + kept
         effects += toggles(tracer) + cleared_grads(tracer)
         tracer.refuse_rows(results, "they are what the program returns or keeps")
+        _refuse_text(tracer, [out_tree, *(tree for _, tree in effects)])
     except BaseException as e:
         untouched.put_back()
         undo(places)
@@ -301,6 +311,13 @@ def _capture(
         tuple(tracer.environment.items()),
         frozenset(i for i, is_copy in enumerate(copies) if is_copy),
     )
+
+
+def _refuse_text(tracer: Tracer, trees: Sequence[Tree]) -> None:
+    """CaptureError for text of traced tensors that lives on: it would be that of one call."""
+    kept = [value for tree in trees for value in tree.statics() if isinstance(value, str)] if tracer.texts else []
+    if any(text in value for text in tracer.texts for value in kept):
+        raise refuse_read("__format__")
 
 
 def _facts(tracer: Tracer, names: Mapping[Var, str], updates: Sequence[Var]) -> tuple[Facts, ...]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mycel.capture.trace import Tracer
-from mycel.capture.tree import flatten
+from mycel.capture.tree import flatten_arguments
 from mycel.ir import Atom, Params, Program, Ref, Var, lookup, order
 from mycel.ops import o
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def splice(tracer: Tracer, captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The result of an inner captured call, its equations now part of the outer trace."""
     leaves: list[torch.Tensor] = []
-    flatten((args, kwargs), leaves)
+    flatten_arguments((args, kwargs), leaves)
     inputs = input_tensors(captured, leaves)
     outs = splice_program(tracer, captured.program, input_values(tracer, captured, inputs))
     return results(tracer, captured, inputs, outs)

@@ -21,9 +21,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
-from mycel.capture.fence import here, is_library, refuse
+from mycel.capture.fence import here, is_library, raised_at, refuse
+from mycel.capture.record import Traced
 from mycel.capture.state import Container
 from mycel.capture.trace import TRACING, Tracer
 from mycel.capture.trial import NoIslandError, Trial, call_name
@@ -108,6 +110,12 @@ def first_reason(error: BaseException) -> BaseException:
 def refusal(error: BaseException) -> BaseException:
     """What the user is told where no call can be an island."""
     reason = first_reason(error)
+    if isinstance(reason, AttributeError) and type(reason.obj) is Traced and reason.name in dir(np.ndarray):
+        return refuse(
+            f".{reason.name} of an array was asked of a tensor: arrays that are arguments are tensors in captured code",
+            f"torch.as_tensor(x) and what tensors have, or .{reason.name} before the call",
+            raised_at(reason),
+        )
     if not isinstance(reason, CaptureError) or not isinstance(error, NoIslandError) or error.final:
         return reason
     return type(reason)(

@@ -331,7 +331,7 @@ def _read(tracer: Tracer, name: str, x: torch.Tensor, *args: Any, **kwargs: Any)
     """A Python value asked of a tensor: known for constants, a fact where the batch decides, else refused.  Text and
     addresses are no part of what is computed: they decide nothing."""
     if name == "__format__" and (x.ndim or args == ("",)):
-        return repr(x)
+        return x.as_text("format") if type(x) is Traced else repr(x)
     if name == "__contains__":
         with tracer.mode:
             return _read(tracer, "__bool__", (x == args[0]).any())

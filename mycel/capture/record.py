@@ -57,7 +57,17 @@ class Traced(torch.Tensor):
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"Traced({self.cell.var})"
+        return self.as_text("number" if self.weak else "text")
+
+    def as_text(self, form: str) -> str:
+        """What stands for its text while code is captured: print finds the value that it is of (`show`)."""
+        record = self.tracer
+        if not record.running:
+            return f"Traced({self.cell.var})"
+        with record:
+            text = f"Traced({len(record.texts)}: {self.cell.var.type})"
+            record.texts[text] = self.cell.read(), form
+        return text
 
     def __round__(self, digits: int | None = None) -> Any:
         """Python rounds as decimal numbers are written."""
@@ -117,6 +127,7 @@ class Record(Builder):
         self.toggled: dict[int, tuple[torch.Tensor, bool]] = {}  # code set their requires_grad; what it was before
         self.frozen_tensors: dict[int, torch.Tensor] = {}  # … of these to False
         self.running = True  # a capture inside another may use the outer one's tensors while that is under way
+        self.texts: dict[str, tuple[Var, str]] = {}  # what stands for the text of a value, and how that is written
         self.blocks: dict[str, Block] = {}  # finished inner blocks: of control flow and of derivatives
         self.shapes: dict[Any, str] = {}  # blocks by what they are up to names
         self.closed: set[Var] = set()  # values of inner blocks that are finished: nothing outside may use them

@@ -11,7 +11,7 @@ names.
     statics    plain Python values: must be equal at every call, else the code is captured again
     sizes      lists, dicts and objects: must hold as much at every call
     boxes      dicts, lists, cells, globals and classes whose slots the code may rebind
-    unfollowed deques, generators of random numbers, files: code that uses them stays Python
+    unfollowed deques, iterators, generators of random numbers, files: code that uses them stays Python
 """
 
 from __future__ import annotations
@@ -262,9 +262,8 @@ class Reachable:
                 if not isinstance(value, tuple):
                     self._box(name, kind, value, link)
                 self._entries(name, _as_held(value), _keys(value), kind, link, depth=depth - 1)
-        elif is_unfollowed(value):
-            if not isinstance(container, tuple):
-                self.unfollowed.append(place)
+        elif is_unfollowed(value) and not isinstance(container, tuple):
+            self.unfollowed.append(place)
         elif isinstance(value, Iterator):
             self.iterators[id(value)] = value
         elif _leads_on(value):

@@ -26,6 +26,7 @@ from mycel.capture.hooks import ModuleHooks
 from mycel.capture.island import boundary, module_keys
 from mycel.capture.modes import DispatchMode, FunctionMode
 from mycel.capture.plain import suspended
+from mycel.capture.skipped_masks import skipped_masks
 from mycel.capture.syntax import rewritten_forward
 from mycel.capture.trace import TRACING, Patch, Tracer
 
@@ -62,7 +63,9 @@ def traced_by(tracer: Tracer) -> Iterator[None]:
         Patch(predispatch, "_unpack_dual", _unpack_dual),
         Patch(predispatch, "_exit_dual_level", _exit_dual_level),
         Patch(os._Environ, "__getitem__", _noted_read(os._Environ.__getitem__)),
+        Patch(torch, "from_numpy", _of_tensors(torch.from_numpy)),
         Patch(_IMPORTS, "_find_and_load", _plain_import(_IMPORTS._find_and_load)),
+        *skipped_masks(),
         *(Patch(kind, "__call__", _unprofiled(kind.__call__)) for kind in _SCRIPTED),
         *(Patch(torch, name, _no_seed(name)) for name in (() if tracer.is_strict else SEEDS)),
     ]
@@ -105,6 +108,11 @@ def _plain_import(plain: Callable[..., Any]) -> Callable[..., Any]:
             return plain(*args)
 
     return load
+
+
+def _of_tensors(plain: Callable[..., torch.Tensor]) -> Callable[[Any], torch.Tensor]:
+    """torch.from_numpy; an array that is an argument is a tensor already."""
+    return lambda array: array if isinstance(array, torch.Tensor) else plain(array)
 
 
 _SCRIPTED: Any = (torch.jit.ScriptFunction, torch._C.ScriptMethod)

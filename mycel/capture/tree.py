@@ -1,8 +1,8 @@
-"""Structures of arguments and results: nested tuples, lists, dicts, dataclasses and Hugging Face outputs with tensors
-at their leaves.
+"""Structures of arguments and results: nested tuples, lists, dicts, dataclasses, Hugging Face outputs and objects of
+other classes with tensors at their leaves.
 
 `flatten(value)` gives the tensors and a `Tree`; `tree.unflatten(tensors)` builds it again.  What is not a tensor or a
-container is static.
+container is static; arrays of NumPy are tensors where they are arguments (`flatten_arguments`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import BuiltinFunctionType
 from typing import Any
 
+import numpy as np
 import torch
 
-from mycel.capture.caches import is_static_cache
+from mycel.capture.caches import is_cache, is_static_cache
 from mycel.capture.fence import refuse
 from mycel.capture.maybe_items import LoopItems, MaybeItem, refuse_item
 
@@ -57,8 +59,11 @@ class Tree:
 
     def paths(self, prefix: str) -> Iterator[str]:
         """A readable name for each leaf."""
-        if self.kind in ("leaf", "number"):
-            yield prefix
+        return (path for path, tree in self.nodes(prefix) if tree.kind in ("leaf", "number"))
+
+    def nodes(self, prefix: str) -> Iterator[tuple[str, Tree]]:
+        """All trees inside, itself the first, with a readable name for each."""
+        yield prefix, self
         names: Sequence[Any] = range(len(self.children))
         if self.kind in ("dict", "output", "object"):
             names = self.key[1]
@@ -67,7 +72,7 @@ class Tree:
         elif self.kind in ("maybe", "rows"):
             names = ["items", "there"]
         for name, child in zip(names, self.children, strict=True):
-            yield from child.paths(f"{prefix}.{name}" if prefix else str(name))
+            yield from child.nodes(f"{prefix}.{name}" if prefix else str(name))
 
     def with_numbers(self, numbers: Iterator[bool]) -> Tree:
         """The leaves that are Python numbers, which the program has as 0-dim tensors, said to be these."""
@@ -77,24 +82,53 @@ class Tree:
 
     def statics(self) -> Iterator[Any]:
         """The static values inside."""
-        if self.kind == "static":
-            yield self.key
-        for child in self.children:
-            yield from child.statics()
+        return (tree.key for _, tree in self.nodes("") if tree.kind == "static")
 
 
 LEAF = Tree("leaf")
+_BAGS = (list, tuple, set, frozenset, collections.deque)
 
 
-def flatten(value: Any, leaves: list[torch.Tensor], objects: bool = False, varying: bool = False) -> Tree:
+def flatten_arguments(arguments: Any, leaves: list[torch.Tensor]) -> Tree:
+    """The tree of a call's arguments: arrays are tensors, objects that hold any of them are opened."""
+    try:
+        return flatten(arguments, leaves, objects=True, arrays=True)
+    except RecursionError:
+        raise refuse(
+            f"the argument {_circle(arguments, '', ())} refers back to what holds it", "a batch without that attribute"
+        ) from None
+
+
+def _circle(value: Any, path: str, above: tuple[Any, ...]) -> str:
+    """The first place where a structure holds what it is in."""
+    if any(value is thing for thing in above):
+        return path
+    parts: dict[Any, Any]
+    if isinstance(value, (list, tuple)):
+        parts = dict(enumerate(value))
+    elif isinstance(value, (dict, collections.UserDict)):
+        parts = dict(value)
+    else:
+        parts = attributes(value) if holds_tensors(value, arrays=True) else {}
+    depth = len(above)  # arguments are those by position and those by name, which have no name themselves
+    names = (f"{path}.{name}" if path else str(name) if depth else "" for name in parts)
+    inner = (_circle(part, name, (*above, value)) for name, part in zip(names, parts.values(), strict=True))
+    return next(filter(None, inner), "")
+
+
+def flatten(
+    value: Any, leaves: list[torch.Tensor], objects: bool = False, varying: bool = False, arrays: bool = False
+) -> Tree:
     """The tree of `value`; its tensors are appended to `leaves`.  With `objects`, other objects that hold tensors are
-    opened too; a static cache always is.  `varying`: items of lists may be there or not."""
-    if isinstance(value, torch.Tensor):
-        leaves.append(value)
+    opened too; a static cache always is.  `varying`: items of lists may be there or not.  `arrays`: NumPy's are the
+    tensors that torch makes of them."""
+    leaf = as_leaf(value) if arrays or isinstance(value, torch.Tensor) else None
+    if leaf is not None:
+        leaves.append(leaf)
         return LEAF
 
     def inner(parts: Iterable[Any]) -> tuple[Tree, ...]:
-        return tuple(flatten(p, leaves, objects, varying) for p in parts)
+        return tuple(flatten(p, leaves, objects, varying, arrays) for p in parts)
 
     if hasattr(type(value), "n_sequence_fields"):  # torch.return_types.max and its like
         return Tree("struct", type(value), inner(value))
@@ -111,8 +145,11 @@ def flatten(value: Any, leaves: list[torch.Tensor], objects: bool = False, varyi
         raise refuse_item("they are returned, kept or given to code that is not captured", value)
     cache = is_static_cache(value)
     is_data = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    if is_data or cache or (objects and holds_tensors(value)):
+    opened = objects and not (arrays and is_cache(value))  # a cache that grows is no argument
+    if is_data or cache or (opened and holds_tensors(value, arrays=arrays)):
         objects, fields = objects or cache, attributes(value)
+        if arrays and (not fields or isinstance(value, _BAGS)):  # `check_arguments` says where it is
+            return Tree("static", value)
         if not fields:
             raise refuse(
                 f"a {type(value).__name__} of tensors cannot be taken apart",
@@ -145,7 +182,8 @@ def rebuild(template: Any, names: Sequence[Any], parts: Sequence[Any]) -> Any:
         return full
     if issubclass(template, dict):
         return template(**entries)
-    thing = object.__new__(template)
+    new = next(new for base in template.__mro__ if isinstance(new := vars(base).get("__new__"), BuiltinFunctionType))
+    thing: Any = new(template)
     for name, part in entries.items():
         object.__setattr__(thing, name, part)
     return thing
@@ -191,19 +229,33 @@ def attributes(value: Any) -> dict[str, Any]:
     return {**{n: getattr(value, n) for n in names}, **getattr(value, "__dict__", {})}
 
 
+def has_slots(cls: type) -> bool:
+    return any(_slots(base) for base in cls.__mro__)
+
+
 def _slots(cls: type) -> tuple[str, ...]:
     names = vars(cls).get("__slots__", ())
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def holds_tensors(value: Any, depth: int = 4) -> bool:
-    """Is there a tensor inside this object?"""
-    if isinstance(value, torch.Tensor):
+def is_array(value: Any) -> bool:
+    """An array or a number of NumPy's that torch.as_tensor takes."""
+    return isinstance(value, (np.ndarray, np.number, np.bool_)) and value.dtype.kind in "biufc"
+
+
+def as_leaf(value: Any) -> torch.Tensor | None:
+    """The tensor that an argument is, or that torch makes of it; None: neither."""
+    return value if isinstance(value, torch.Tensor) else torch.as_tensor(value) if is_array(value) else None
+
+
+def holds_tensors(value: Any, depth: int = 4, arrays: bool = False) -> bool:
+    """Is there a tensor inside this object?  `arrays`: or an array of NumPy's?"""
+    if isinstance(value, torch.Tensor) or (arrays and is_array(value)):
         return True
     if depth == 0 or isinstance(value, (torch.nn.Module, type, str, bytes, int, float)) or callable(value):
         return False
-    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
-        return any(holds_tensors(v, depth - 1) for v in value)
+    if isinstance(value, _BAGS):
+        return any(holds_tensors(v, depth - 1, arrays) for v in value)
     if isinstance(value, dict):
-        return any(holds_tensors(v, depth - 1) for v in value.values())
-    return any(holds_tensors(v, depth - 1) for v in attributes(value).values())
+        return any(holds_tensors(v, depth - 1, arrays) for v in value.values())
+    return any(holds_tensors(v, depth - 1, arrays) for v in attributes(value).values())

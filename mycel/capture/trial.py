@@ -6,8 +6,10 @@ Operands are the tensors of the arguments and all that the code reaches; while i
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -19,9 +21,21 @@ from mycel.capture.sampling import counts, extremes, others, sample
 from mycel.capture.state import Container, Location, Reachable, contents, is_static, owner, put_back
 from mycel.capture.trace import Tracer
 from mycel.capture.tree import Tree, flatten, holds_tensors
-from mycel.capture.unfollowed import Untouched, is_rehearsal, is_unfollowed, keep_apart, sink, state_of, untouched
+from mycel.capture.unfollowed import (
+    Untouched,
+    is_rehearsal,
+    is_unfollowed,
+    island_run,
+    keep_apart,
+    real_at,
+    sink,
+    state_of,
+    untouched,
+)
 from mycel.errors import RunError
 from mycel.ir import Type, Var, is_float, type_of
+
+RUNS = 8  # one after the other, to see which operands get a gradient
 
 
 class NoIslandError(Exception):
@@ -123,7 +137,20 @@ class Trial:
             other = self._try(changed, CountedOperators(4 * watched.count + 1000))
             if other is not None:
                 self._compare(*other)
-        self.differentiable = [i for i in self.differentiable if i in self.reached]
+        if not self._picks_operands(values):
+            self.differentiable = [i for i in self.differentiable if i in self.reached]
+
+    def _picks_operands(self, values: Sequence[torch.Tensor]) -> bool:
+        """Do items of iterators or random numbers decide which operands get a gradient (next(self.layers)(x))?  Some
+        runs, one after the other, tell."""
+        before, states = set(self.reached), self._states()
+        if all(isinstance(thing, (deque, list, io.IOBase)) for thing in self._things()):
+            return False
+        for _ in range(RUNS):
+            self._try(values, goes_on=True)
+        for state in states:
+            state()
+        return self.reached != before
 
     def _compare(
         self, written: frozenset[int], kept: Any, out: Tree, types_: list[Type], draws: bool, changes: bool
@@ -139,10 +166,11 @@ class Trial:
         self.written, self.types = frozenset(news), types_[:count] + [news[i] for i in sorted(news)]
         self.draws, self.changes_python = self.draws or draws, self.changes_python or changes
 
-    def _try(self, values: Sequence[torch.Tensor], watched: Any = None) -> Any:
-        """What one run of the call did, under a mode that watches it; None where it failed."""
+    def _try(self, values: Sequence[torch.Tensor], watched: Any = None, goes_on: bool = False) -> Any:
+        """What one run of the call did, under a mode that watches it; None where it failed.  `goes_on`: what Python
+        alone knows the state of stays as the run leaves it."""
         olds = [contents(box.slots) for box in self.boxes]
-        states = [state_of(thing) for thing in self._things()]
+        states = self._states()
         with suspended(), torch.set_grad_enabled(self.grad), states_kept() as drawn:
             leaves = [
                 x.detach().clone().requires_grad_(i in self.differentiable and self.grad) for i, x in enumerate(values)
@@ -181,7 +209,7 @@ class Trial:
             finally:
                 for box, old in zip(self.boxes, olds, strict=True):
                     put_back(box.slots, old)
-                for state in states:
+                for state in states if not goes_on else ():
                     state()
         self._forget([*changes, *((place.container, place.key) for place in kept)])
         return frozenset(written), kept_trees, out, types_, drawn(), bool(changes)
@@ -281,7 +309,7 @@ class Trial:
         if not self.unfollowed:
             return self._once(operands, again)
         things = self._things()
-        states = [state_of(thing) for thing in things]
+        states = self._states()
         if not again:
             self.states = states
             results = self._once(operands, again)
@@ -297,7 +325,7 @@ class Trial:
 
     def _rehearsed(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """What it would give; everything is as it was then."""
-        olds, states = [contents(box.slots) for box in self.boxes], [state_of(thing) for thing in self._things()]
+        olds, states = [contents(box.slots) for box in self.boxes], self._states()
         try:
             return self._once(operands, again=False, silent=True)
         finally:
@@ -306,9 +334,15 @@ class Trial:
             for state in states:
                 state()
 
+    def _states(self) -> list[Callable[[], None]]:
+        """What makes these objects again what they are now, each in its place."""
+        things = self._things()
+        held = [(place, at) for place in self.unfollowed if (at := _read(place)) is not _GONE]
+        return [*map(state_of, things), *(functools.partial(place.write, at) for place, at in held)]
+
     def _things(self) -> list[Any]:
         """The objects that Python alone knows the state of, as far as they are there."""
-        return [thing for place in self.unfollowed if (thing := untouched(_read(place))) is not _GONE]
+        return [real_at(place) for place in self.unfollowed if _read(place) is not _GONE]
 
     def _once(self, operands: Sequence[torch.Tensor], again: bool, silent: bool = False) -> list[torch.Tensor]:
         olds = None
@@ -343,7 +377,8 @@ class Trial:
 
     def _called(self, operands: Sequence[torch.Tensor]) -> Any:
         args, kwargs = self.arguments.unflatten(iter([self._as_python(i, operands[i]) for i in self.leaves]))
-        return self.fn(*args, **kwargs)
+        with island_run():
+            return self.fn(*args, **kwargs)
 
     def _as_python(self, i: int, operand: torch.Tensor) -> Any:
         """An operand as the code finds it."""
@@ -369,7 +404,11 @@ class Trial:
         held += [*stands_in, *(place for place, _ in files)]
         before = [_read(place) for place in held]
         sinks = {id(real): sink(real) for _, real in files} if silent else {}
+        printed = contextlib.ExitStack()
         try:
+            if silent:
+                printed.enter_context(contextlib.redirect_stdout(io.StringIO()))
+                printed.enter_context(contextlib.redirect_stderr(io.StringIO()))
             for place in stands_in:
                 place.write(untouched(place.read()))
             for place, real in files if silent else ():
@@ -384,6 +423,7 @@ class Trial:
                 _write(place, laid)
             yield
         finally:
+            printed.close()
             self.laid.clear()
             for place, old in zip(held, before, strict=True):
                 _write(place, old)

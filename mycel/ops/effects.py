@@ -18,9 +18,12 @@ def assert_true(test, *, message, source=""):
 
 
 @op(types=lambda *values, **_: Type(torch.bool, ()), effect=True)
-def show(*values, parts, sep=" ", end="\n"):
-    """Prints, when the program runs: `parts` is text, with the number of a value where that stands."""
-    print(*[values[p] if isinstance(p, int) else p for p in parts], sep=sep, end=end)
+def show(*values, parts, sep=" ", end="\n", forms=()):
+    """Prints, when the program runs: `parts` is text, with the number of a value where that stands.  `forms`, of each
+    value: text (of a tensor), format (as in an f-string) or number (Python's own)."""
+    written = {"text": str, "format": format, "number": lambda x: x.item()}
+    texts = [written[form](x) for form, x in zip(forms or ["text"] * len(values), values, strict=True)]
+    print(*[texts[p] if isinstance(p, int) else p for p in parts], sep=sep, end=end)
     return torch.tensor(True)
 
 

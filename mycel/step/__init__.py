@@ -29,13 +29,14 @@ from mycel.several_optimizers import SeveralOptimizers
 from mycel.step.auto_plan import Undecided
 from mycel.step.settings import Settings, budget_of, is_auto, written_plan
 from mycel.step.step import Step
+from mycel.wrapped_optimizer import as_optimizer
 
 __all__ = ["Step", "train_step"]
 
 
 def train_step(
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | Any,
     loss: Callable[..., Any] | None = None,
     mesh: Any = None,
     plan: Any = "auto",
@@ -90,7 +91,8 @@ def train_step(
 
     `optimizer` is any of torch's: those with a rule here (`torch.optim`, Lion) are part of the program.  Any other one,
     and one with hooks on its step or on accumulated gradients, runs as it is on the gradients of the program: slower,
-    which is said once.  Of several, in a list, each has parameters of its own.
+    which is said once; so does an object with a step() that holds one of torch's.  Of several, in a list, each has
+    parameters of its own.
     """
     written = written_plan(mesh, plan)
     if not isinstance(model, torch.nn.Module):
@@ -100,7 +102,9 @@ def train_step(
             f"loss={loss!r} is not a function\n"
             "  try       torch.nn.functional.cross_entropy, or None where the model returns its loss"
         )
-    one: Any = SeveralOptimizers(optimizer) if isinstance(optimizer, (list, tuple)) else optimizer
+    one: Any = as_optimizer(optimizer)
+    if isinstance(optimizer, (list, tuple)):
+        one = SeveralOptimizers([*map(as_optimizer, optimizer)])
     optimizers.refuse_unusable(one)
     settings = Settings(
         precision,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mycel import optimizers, plan, transform
-from mycel.capture import Captured, all_ones, differentiate_with, flatten, input_tensors
+from mycel.capture import Captured, all_ones, differentiate_with, flatten_arguments, input_tensors
 from mycel.capture import capture as capture_call
 from mycel.errors import GradientError, TrainError
 from mycel.feed import Arguments
@@ -145,7 +145,7 @@ class Recipe:
         split = batch.split(captured.leaves)
         of_parts = tuple(f.in_parts(batch.parts, split) for f in captured.facts)
         leaves: list[torch.Tensor] = []
-        flatten(data, leaves)
+        flatten_arguments(data, leaves)
         inputs = input_tensors(captured, leaves)
         for facts in of_parts:
             if not facts.hold(*(inputs[name] for name in facts.inputs)):
@@ -160,7 +160,7 @@ class Recipe:
         """Inputs of nothing but ones are taken for constants where masks of attention go for it: a guard asks at every
         call, and other batches get a program that reads them.  A rank that has a part of the batch cannot ask."""
         leaves: list[torch.Tensor] = []
-        flatten(data, leaves)
+        flatten_arguments(data, leaves)
         given = dict(zip(whole.leaves, leaves, strict=True))
         ones = [v for v in whole.program.inputs if v.name in given and v.ndim > 1 and _is_ones(given[v.name])]
         if not ones or not self.whole_batch or self.settings.buckets is not None:  # one program for each bucket

@@ -42,6 +42,7 @@ from mycel.capture.syntax.list_places import (
 )
 from mycel.capture.syntax.lists import LISTS, each_apart, extreme, some, vary
 from mycel.capture.syntax.load import twin
+from mycel.capture.syntax.printing import traced_print
 from mycel.capture.syntax.rewrite import RUNTIME
 from mycel.capture.trace import TRACING, Tracer
 from mycel.capture.trial import NoIslandError
@@ -573,19 +574,6 @@ def _with_twins(plain: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: plain(*map(call, args), **{k: call(v) for k, v in kwargs.items()})
 
 
-def _print(*args: Any, sep: str | None = None, end: str | None = None, **rest: Any) -> None:
-    """print: of traced tensors when the program runs, of all else now."""
-    if rest or not TRACING or not any(isinstance(a, torch.Tensor) for a in args):
-        return builtins.print(*args, sep=sep, end=end, **rest)
-    tracer = TRACING[-1]
-    tracer.here()
-    values = [tracer.cell(a).read() for a in args if isinstance(a, torch.Tensor)]
-    number = iter(range(len(values)))
-    parts = tuple(next(number) if isinstance(a, torch.Tensor) else str(a) for a in args)
-    with tracer:
-        o.show(*values, parts=parts, sep=" " if sep is None else sep, end="\n" if end is None else end)
-
-
 def _breakpoint(*args: Any, **kwargs: Any) -> Any:
     """breakpoint(): stops when the program runs, with the tensors of the user's variables."""
     if not TRACING:
@@ -612,7 +600,7 @@ def _linearize(fn: Callable[..., Any], *primals: Any) -> Any:
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     breakpoint: _breakpoint,
-    print: _print,
+    print: traced_print,
     range: _range,
     bool: _bool,
     float: _number(float),
