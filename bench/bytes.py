@@ -45,8 +45,8 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
-def total(found: lower.Distributed) -> float:
-    return sum(lower.sent(found.local).values())
+def total(spread_out: lower.Distributed) -> float:
+    return sum(lower.sent(spread_out.local).values())
 
 
 def step_bytes(plan: str, ranks: int) -> float:
@@ -75,8 +75,8 @@ def forward_bytes(mesh: Mesh, inner: int, up: list[str], down: list[str], featur
             given[i] = Layout(
                 tuple(tuple(a for a in (d,) if a) for d in (up if v.shape == (inner, H) and i <= count else down))
             )
-        found = spread(program, Plan(mesh), given)
-        sent.append(total(found))
+        spread_out = spread(program, Plan(mesh), given)
+        sent.append(total(spread_out))
     return sent[1] - sent[0]
 
 

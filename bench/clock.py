@@ -202,8 +202,8 @@ def on_cpu(probe_file: str | None, unseen: bool) -> None:
             f"{model:6} {plan:8} {batch:5} {predicted * 1e3:8.1f}ms {seconds * 1e3:8.1f}ms "
             f"{predicted / seconds:6.2f}   {shares}"
         )
-    found = spearmanr([row[3] for row in rows], [row[4] for row in rows]).statistic
-    print(f"Spearman {found:.3f} of {len(rows)} cases   (bar {BAR})", flush=True)
+    correlation = spearmanr([row[3] for row in rows], [row[4] for row in rows]).statistic
+    print(f"Spearman {correlation:.3f} of {len(rows)} cases   (bar {BAR})", flush=True)
 
 
 # -- what asking costs

@@ -62,13 +62,13 @@ def overlapped(run) -> tuple[float, float, float]:
 
 def union(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """The same times, none twice."""
-    joined: list[tuple[int, int]] = []
+    merged: list[tuple[int, int]] = []
     for start, end in sorted(spans):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         else:
-            joined.append((start, end))
-    return joined
+            merged.append((start, end))
+    return merged
 
 
 def seconds(spans: list[tuple[int, int]]) -> float:
@@ -84,10 +84,10 @@ def rank(args: argparse.Namespace) -> None:
             started = time.perf_counter()
             run()
             times[k].append(time.perf_counter() - started)
-    told = {k: overlapped(run) for k, run in runs.items()}
+    shares = {k: overlapped(run) for k, run in runs.items()}
     if os.environ["RANK"] == "0":
         print("losses of three steps: " + ", ".join(f"{a:.5f} {b:.5f}" for a, b in zip(*losses.values(), strict=True)))
-        for k, (sent, hidden, computed) in told.items():
+        for k, (sent, hidden, computed) in shares.items():
             step = statistics.median(times[k])
             print(f"at_once {k}: step {step * 1e3:7.1f} ms; messages {sent * 1e3:7.1f} ms, beside compute "
                   f"{hidden * 1e3:6.1f} ms ({hidden / max(sent, 1e-9):.0%}); compute {computed * 1e3:6.1f} ms, "

@@ -40,13 +40,13 @@ def relax(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 def cases() -> list[tuple[str, Any, Any, int, int, float]]:
     """(name, theirs, ours, rounds, calls, bar)"""
-    found = []
+    rows = []
     for size in (8, 512):
         net, x, y = mlp(), torch.randn(size, 64), torch.randint(0, 10, (size,))
         loss = lambda net=net, x=x, y=y: nn.functional.cross_entropy(net(x), y)
-        found.append((f"3-layer MLP, batch {size}", *pair(net, loss), 101, 30, 1.5 if size == 8 else 1.0))
+        rows.append((f"3-layer MLP, batch {size}", *pair(net, loss), 101, 30, 1.5 if size == 8 else 1.0))
     gpt, ids, targets = SmallGPT(), batch(), torch.randint(0, VOCABULARY, (8, 128))
-    found.append(("small GPT, 8 x 128", *pair(gpt, lambda: gpt(ids, targets)), 15, 1, 1.0))
+    rows.append(("small GPT, 8 x 128", *pair(gpt, lambda: gpt(ids, targets)), 15, 1, 1.0))
     x, target = torch.zeros(2, 2), torch.tensor([[1.0, 0.5], [-0.3, 0.9]])
 
     def theirs() -> Any:
@@ -55,8 +55,8 @@ def cases() -> list[tuple[str, Any, Any, int, int, float]]:
         return value, torch.autograd.grad(value, leaf)[0]
 
     fast = mycel.value_and_grad(relax)
-    found.append((f"while, about {TURNS} turns", theirs, lambda: fast(x, target), 31, 1, 1.5))
-    return found
+    rows.append((f"while, about {TURNS} turns", theirs, lambda: fast(x, target), 31, 1, 1.5))
+    return rows
 
 
 def pair(module: nn.Module, loss: Any) -> tuple[Any, Any]:

@@ -32,11 +32,11 @@ def seconds(fn, rounds, calls):
     return statistics.median(times)
 
 
-found = {}
+by_case = {}
 rng = np.random.default_rng(0)
 for size in (8, 512):
     parameters = [(jnp.array(rng.standard_normal((n, 64)) * 0.1, jnp.float32), jnp.zeros(n)) for n in (64, 64, 10)]
     x, y = jnp.array(rng.standard_normal((size, 64)), jnp.float32), jnp.array(rng.integers(0, 10, size))
     step = jax.jit(jax.value_and_grad(mlp))
-    found[f"3-layer MLP, batch {size}"] = seconds(lambda step=step, p=parameters, x=x, y=y: step(p, x, y), 51, 30)
-print(json.dumps(found))
+    by_case[f"3-layer MLP, batch {size}"] = seconds(lambda step=step, p=parameters, x=x, y=y: step(p, x, y), 51, 30)
+print(json.dumps(by_case))

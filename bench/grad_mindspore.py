@@ -40,14 +40,14 @@ def value_and_grad_of(net, loss):
 
 
 os.chdir(tempfile.mkdtemp())  # it leaves files where it runs
-found = {}
+by_case = {}
 for size in (8, 512):
     net = nn.SequentialCell(nn.Dense(64, 64), nn.ReLU(), nn.Dense(64, 64), nn.ReLU(), nn.Dense(64, 10))
     x, y = ms.Tensor(np.random.randn(size, 64), ms.float32), ms.Tensor(np.random.randint(0, 10, size), ms.int32)
     loss = nn.CrossEntropyLoss()
     step = ms.jit(value_and_grad_of(net, loss))
-    found[f"3-layer MLP, batch {size}"] = seconds(lambda step=step, x=x, y=y: step(x, y)[0].asnumpy(), 21, 10)
+    by_case[f"3-layer MLP, batch {size}"] = seconds(lambda step=step, x=x, y=y: step(x, y)[0].asnumpy(), 21, 10)
 step = ms.jit(ms.value_and_grad(relax))
 x, target = ms.Tensor(np.zeros((2, 2)), ms.float32), ms.Tensor([[1.0, 0.5], [-0.3, 0.9]], ms.float32)
-found["while, about 200 turns"] = seconds(lambda: step(x, target)[1].asnumpy(), 11, 1)
-print(json.dumps(found))
+by_case["while, about 200 turns"] = seconds(lambda: step(x, target)[1].asnumpy(), 11, 1)
+print(json.dumps(by_case))

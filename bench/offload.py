@@ -321,12 +321,12 @@ def wave(workers: list[Worker]) -> dict[str, dict[str, float]]:
 
 
 def print_row(size: str, way: str, r: dict[str, float]) -> None:
-    told = ""
+    predicted = ""
     if r.get("predicted_s"):
-        told = f"{r['predicted_peak'] / r['peak'] - 1:+7.1%} {r['predicted_s'] / r['seconds'] - 1:+7.1%}"
+        predicted = f"{r['predicted_peak'] / r['peak'] - 1:+7.1%} {r['predicted_s'] / r['seconds'] - 1:+7.1%}"
     print(
         f"{size:5} {WAYS[way]:44} {r['length']:8.0f} {r['tokens_s']:9.0f} {r['peak'] / GIB:8.1f} "
-        f"{r['host'] / GIB:8.1f} {told:15} {r['start']:7.0f}s  {r['first_loss']:.3f} -> {r['last_loss']:.3f}",
+        f"{r['host'] / GIB:8.1f} {predicted:15} {r['start']:7.0f}s  {r['first_loss']:.3f} -> {r['last_loss']:.3f}",
         flush=True,
     )
 

@@ -150,7 +150,7 @@ def ready(world: int, rows: int) -> Iterator[tuple[str, Mesh]]:
             yield "zero3+tp2d", Mesh(dp=dp, tx=tp // 2, ty=2)
 
 
-def best_ready(found: Search, world: int, rows: int) -> tuple[str, Candidate] | None:
+def best_ready(search_of: Search, world: int, rows: int) -> tuple[str, Candidate] | None:
     best: tuple[str, Candidate] | None = None
     for name, mesh in ready(world, rows) if world > 1 else ():
         tried = Plan.read(name, mesh)
@@ -159,7 +159,7 @@ def best_ready(found: Search, world: int, rows: int) -> tuple[str, Candidate] | 
                 continue
             microbatches = {**tried.data(), "microbatches": count}
             try:
-                candidate = found.priced(Plan.read(microbatches))
+                candidate = search_of.priced(Plan.read(microbatches))
             except PlanError as e:
                 print(f"      {name} on {mesh}: {str(e).splitlines()[0]}")
                 break
@@ -178,8 +178,8 @@ def main() -> None:
         if names and not any(n in title for n in names):
             continue
         started, computing = time.perf_counter(), time.process_time()
-        found = asked(name, world, links, rows)
-        answer = found.run()
+        search_of = asked(name, world, links, rows)
+        answer = search_of.run()
         took, best = time.perf_counter() - started, answer.best
         cpu = time.process_time() - computing
         assert best is not None
@@ -189,7 +189,7 @@ def main() -> None:
             f"{best.peak / 2**30:5.1f} GiB  {best.shape}",
             flush=True,
         )
-        other = None if quick else best_ready(found, world, rows)
+        other = None if quick else best_ready(search_of, world, rows)
         if other is not None:
             ratio = best.seconds / other[1].seconds
             worst = max(worst, ratio)

@@ -154,15 +154,15 @@ def compare(names: list[str], models: list[str], folder: str, title: str) -> Non
         out = f"{probe}-{model}.json"
         words = [__file__, "--rank", out, model, *(("2", str(SLOW_ROUNDS)) if names else ("1", str(ROUNDS)))]
         together(names, words, 29701 + i, MYCEL_PROBE=probe)
-        found = json.loads(Path(out).read_text())
-        rows = found["rows"]
+        measured = json.loads(Path(out).read_text())
+        rows = measured["rows"]
         for name, predicted, seconds in rows:
             print(f"  {model:6} {name:44} predicted {predicted * 1e3:8.1f} ms   measured {seconds * 1e3:8.1f} ms")
         ratio = rows[0][2] / min(row[2] for row in rows)
         like = spearmanr([row[1] for row in rows], [row[2] for row in rows]).statistic
         print(
             f"  {model}: chosen {ratio:.2f}x of the best (bar {CHOSEN_BAR}), Spearman {like:.2f} (bar {RANK_BAR}), "
-            f"planned in {found['planning']:.1f} s",
+            f"planned in {measured['planning']:.1f} s",
             flush=True,
         )
 

@@ -152,11 +152,11 @@ def torch_step(
         state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
         wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    parts, taken = parts_of(way), [0]
+    parts, steps_done = parts_of(way), [0]
 
     def step(*batch: torch.Tensor) -> torch.Tensor:
-        taken[0] += 1
-        is_last = taken[0] % parts == 0
+        steps_done[0] += 1
+        is_last = steps_done[0] % parts == 0
         with wrapped.no_sync() if way == "floor" or not is_last else nullcontext():
             loss = wrapped(*(x.chunk(world)[rank] for x in batch))
             (loss / parts).backward()

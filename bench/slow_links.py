@@ -106,11 +106,11 @@ def network(links: Sequence[tuple[float, float]]) -> Iterator[list[str]]:
     """A namespace for each rank, which receives and sends so many Mbit/s at most (0: as it can); gone at the end."""
     base = f"mycel-{os.getpid()}"
     hub, names = f"{base}-hub", [f"{base}-{r}" for r in range(len(links))]
-    made = []
+    there = []
     try:
         for name in (hub, *names):
             run("ip", "netns", "add", name)
-            made.append(name)
+            there.append(name)
         run("ip", "-n", hub, "link", "add", "bridge0", "type", "bridge")
         run("ip", "-n", hub, "link", "set", "bridge0", "up")
         for r, (name, (receives, sends)) in enumerate(zip(names, links, strict=True)):
@@ -125,7 +125,7 @@ def network(links: Sequence[tuple[float, float]]) -> Iterator[list[str]]:
                     run("tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf", *rate)
         yield names
     finally:
-        for name in made:
+        for name in there:
             subprocess.run(["ip", "netns", "del", name], check=False)
 
 

@@ -102,8 +102,8 @@ def main() -> None:
             priced = fitting(schedule)
             say(f"priced {schedule}\n{priced}\n{priced.times}")
             if i == 0:
-                made = Plan.read({**plan.data(), "stages": list(priced.begin), "schedule": schedule})
-                print(made)
+                written_out = Plan.read({**plan.data(), "stages": list(priced.begin), "schedule": schedule})
+                print(written_out)
                 took = time.perf_counter() - started
                 say(f"the first plan is made, priced and explained   (bar {BAR_S:.0f} s)")
     assert took <= BAR_S, took

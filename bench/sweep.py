@@ -133,7 +133,7 @@ def judge(make: Callable[[], Any]) -> str:
             finally:
                 torch.set_default_dtype(torch.float32)
         return f"left out: torch itself: {type(e).__name__}: {(str(e).splitlines() or [''])[0][:90]}"
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
             wrong = compare(model, twin, batch)
@@ -143,7 +143,7 @@ def judge(make: Callable[[], Any]) -> str:
             return f"foreign: {type(e).__name__}: {str(e).splitlines()[0][:150] if str(e) else ''}"
     if wrong:
         return f"wrong: {wrong}"
-    island = next((str(w.message) for w in told if "runs as plain Python" in str(w.message)), None)
+    island = next((str(w.message) for w in warned if "runs as plain Python" in str(w.message)), None)
     return "pass" if island is None else f"island: {' '.join(island.split())[:160]}"
 
 

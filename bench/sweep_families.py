@@ -170,8 +170,8 @@ def _batch(kind: str, config: Any, model: nn.Module) -> dict[str, Any]:
             return {"pixel_values": pixels, "bool_masked_pos": (torch.arange(side * side) % 3 == 0).repeat(2, 1)}
         case "detect":
             boxes = torch.tensor([[0.4, 0.4, 0.3, 0.2], [0.6, 0.5, 0.2, 0.4], [0.3, 0.7, 0.1, 0.1]])
-            found = [{"class_labels": classes[:n], "boxes": boxes[:n]} for n in (2, 1)]
-            return {"pixel_values": torch.randn(2, 3, 64, 64), "labels": found}
+            objects = [{"class_labels": classes[:n], "boxes": boxes[:n]} for n in (2, 1)]
+            return {"pixel_values": torch.randn(2, 3, 64, 64), "labels": objects}
         case "speech":
             return {**_sound(config, model), "labels": torch.randint(3, 30, (2, 5))}
         case "frames":
@@ -280,8 +280,8 @@ def family(kind: str, name: str) -> Made:
     if kind == "causal" and hasattr(config, "is_decoder"):
         config.is_decoder = True
     mapping = getattr(modeling_auto, f"MODEL_FOR_{(MAPPINGS | HEADS)[kind]}_MAPPING")
-    found = mapping[type(config)]
-    cls = found[0] if isinstance(found, (list, tuple)) else found
+    entry = mapping[type(config)]
+    cls = entry[0] if isinstance(entry, (list, tuple)) else entry
     with torch.device("meta"):
         size = sum(p.numel() for p in cls(config).parameters())
     if size > LARGEST:

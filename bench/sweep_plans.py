@@ -334,8 +334,8 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if args.case is not None:
-        for _, *told in tried(args.case // PLANS, args.case):
-            print(*told, sep="\n")
+        for _, *outcome in tried(args.case // PLANS, args.case):
+            print(*outcome, sep="\n")
         return
     part, of = map(int, args.part.split("/"))
     counts: Counter[str] = Counter()
@@ -344,10 +344,10 @@ def main() -> None:
     for model_number in range(first + part - 1, first - (-args.cases // PLANS), of):
         if time.perf_counter() - start > args.seconds:
             break
-        for number, verdict, told in tried(model_number):
+        for number, verdict, outcome in tried(model_number):
             counts[verdict] += 1
             if verdict != "right":
-                lines = told.strip().splitlines()
+                lines = outcome.strip().splitlines()
                 print(f"{verdict}: case {number}: {lines[0]} | {lines[-1]}", flush=True)
         if (model_number - first) % 25 == part - 1:
             print(f"{sum(counts.values())} cases in {time.perf_counter() - start:.0f} s: {dict(counts)}", flush=True)

@@ -21,25 +21,10 @@ import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from mycel.ir import (
-    CONTROL,
-    PHASES,
-    Block,
-    Builder,
-    Chain,
-    Eqn,
-    Program,
-    Var,
-    call,
-    chains,
-    custom,
-    loop,
-    rewrite,
-    scan,
-)
+from mycel.ir import PHASES, Block, Builder, Chain, Eqn, Program, Var, chains, rewrite
+from mycel.lower.sent_on import CALLS, next_call, sent_on
 from mycel.ops import o
 
-CALLS = (call, custom, scan, loop)
 BUCKET = 32 << 20  # bytes in one message
 SMALL = 64 << 10  # bytes that take less than the start of a message: between four ranks over gloo, twelve round trips
 
@@ -70,7 +55,7 @@ def overlap(program: Program, known: Known | None = None) -> Program:
 
 
 def _overlapped(block: Block) -> Block:
-    block = _sent_on(block)
+    block = sent_on(block)
     collectives = [i for i, e in enumerate(block.eqns) if e.op.collective is not None and e.op.collective.together]
     if not collectives:
         return block
@@ -81,7 +66,7 @@ def _overlapped(block: Block) -> Block:
     for i in collectives:
         begin[i] = _ready(block, i, uses, calls, arrived)
         if _shrinks(block.eqns[i]):
-            arrived[block.eqns[i].outputs[0]] = min(i + 1, _next_call(calls, begin[i], len(block.eqns)) + 1)
+            arrived[block.eqns[i].outputs[0]] = min(i + 1, next_call(calls, begin[i], len(block.eqns)) + 1)
     sent = [Sent(i, begin[i], _end(block, i, uses, calls, begin)) for i in collectives]
     buckets = [b for b in _buckets(block, sent, uses) if len(b) > 1 or _works(block, b[0])]
     gone = {s.at for b in buckets for s in b}
@@ -111,60 +96,6 @@ def _overlapped(block: Block) -> Block:
     return Block(block.inputs, tuple(eqns), block.outputs)
 
 
-def _sent_on(block: Block) -> Block:
-    """What is computed of what a collective brings, and leads to another one, stands behind the call that follows the
-    first, and what that one makes is sent before."""
-    eqns, places = block.eqns, _places(block)
-    if not places:
-        return block
-    ordered = sorted(range(len(eqns)), key=lambda i: (places.get(i, i), i not in places, i))
-    return Block(block.inputs, tuple(eqns[i] for i in ordered), block.outputs)
-
-
-def _places(block: Block) -> dict[int, int]:
-    """By the number of an equation that can stand earlier: before which one."""
-    eqns = block.eqns
-    if any(e.op.effect and e.op is not o.verified for e in eqns):
-        return {}  # stages of a pipeline wait for each other in this order
-    calls = [i for i, e in enumerate(eqns) if e.op in CALLS]
-    is_sent = [e.op.collective is not None and e.op.collective.together for e in eqns]
-    # what was sent is compared on all ranks at the same place, wherever that is
-    plain = [e.op is o.verified or (e.op not in CONTROL and not e.op.effect) for e in eqns]
-    is_plain = [x and not sent for x, sent in zip(plain, is_sent, strict=True)]
-    wanted = set[Var]()  # by a collective, by way of plain equations
-    leads = set[int]()
-    for i in reversed(range(len(eqns))):
-        if is_sent[i] or (is_plain[i] and not wanted.isdisjoint(eqns[i].outputs)):
-            wanted.update(eqns[i].vars)
-            leads.update([i] if is_plain[i] else [])
-    there: dict[Var, int] = {}  # before which equation a value can be there; of others, behind the one that makes it
-    come = set[Var]()  # what is computed of what a collective brings
-    places: dict[int, int] = {}
-    for i, e in enumerate(eqns):
-        at = max((there[v] for v in e.vars if v in there), default=0)
-        if i in leads:
-            comes = not come.isdisjoint(e.vars)
-            come.update(e.outputs if comes else ())
-            there.update((v, min(at, i + 1)) for v in e.outputs)
-            if comes and at < i:
-                places[i] = at
-        elif is_sent[i]:
-            come.update(e.outputs)
-            behind = _next_call(calls, at, len(eqns)) + 1
-            there.update((v, min(_next_call(calls, behind, behind), len(eqns))) for v in e.outputs)
-        else:
-            there.update((v, i + 1) for v in e.outputs)
-    makers = {v: i for i, e in enumerate(eqns) for v in e.outputs}
-    for i in sorted(places, reverse=True):  # what they need besides comes with them
-        needed = [makers[v] for v in eqns[i].vars if v in makers]
-        while needed:
-            j = needed.pop()
-            if (j in leads or is_sent[j]) and places.get(j, j + 1) > places[i]:
-                places[j] = places[i]
-                needed += [makers[v] for v in eqns[j].vars if v in makers]
-    return places
-
-
 def _ready(block: Block, i: int, uses: Mapping[Var, Chain], calls: Sequence[int], arrived: Mapping[Var, int]) -> int:
     """Where a collective can begin: right behind what it sends; one call ahead of its use, if it grows."""
     eqn = block.eqns[i]
@@ -181,18 +112,13 @@ def _end(block: Block, i: int, uses: Mapping[Var, Chain], calls: Sequence[int], 
     eqn = block.eqns[i]
     use = min((begin.get(u, u) for u in uses[eqn.outputs[0]].uses), default=len(block.eqns))
     if _shrinks(eqn):
-        use = min(use, _next_call(calls, begin[i], len(block.eqns)) + 1)
+        use = min(use, next_call(calls, begin[i], len(block.eqns)) + 1)
     return use
 
 
 def _shrinks(eqn: Eqn) -> bool:
     """Does what it brings take less memory than what it sends?"""
     return sum(v.type.bytes for v in eqn.vars) > eqn.outputs[0].type.bytes
-
-
-def _next_call(calls: Sequence[int], i: int, end: int) -> int:
-    after = bisect.bisect_left(calls, i)
-    return calls[after] if after < len(calls) else end
 
 
 def _works(block: Block, s: Sent) -> bool:
