@@ -32,6 +32,7 @@ SLACK = 0.25  # where a way to move needs more than a budget by this share, not 
 NEAR = 0.01  # no other way to move is tried where a step is as near to its bound; parameters, which are needed more
 FAR = 0.25  # often than all else, stay on the device where it is as near as this
 AHEAD = (2, 4, 8, 16)  # chunks of an update, or of parameters, on their way at once
+SHARES = (1.0, 0.75, 0.5, 0.25)  # of what the host can update, that it does: the device updates the others meanwhile
 
 
 @dataclass(frozen=True)
@@ -131,17 +132,29 @@ class Mover:
     way: Way
     compiled: Collection[str] = ()
     steps: frozenset[str] = frozenset()  # of a pipeline: the blocks that its entry calls, microbatch by microbatch
+    share: float = 1.0  # of what the host can update, that it does
 
     def least(self) -> LeastOfMoves:
         """The bytes that inputs take on device and host, and seconds, below which this way never is: what lives on the
         host comes once a step at least."""
+        every = [mover._least() for mover in self._by_share]
+        return every[0]._replace(seconds=min(each.seconds for each in every))
+
+    def _least(self) -> LeastOfMoves:
         lives = [v for v in self.done.program.inputs if v.name in self._homes]
         away = sum(v.type.bytes for v in lives)
         held = sum(v.type.bytes for v in self.done.program.inputs) - away
         hosted = {v for update in self._updates for v in update.state}
         moved_s = sum(self.clock.hardware.move_s(v.type.bytes) for v in lives if v not in hosted)
-        host_s = self.clock.hardware.update_s(sum(update.bytes for update in self._updates)) if self._updates else 0.0
+        host_s = sum(update.seconds(self.clock.hardware) for update in self._updates)
         return LeastOfMoves(held, away, max(moved_s, host_s))
+
+    @cached_property
+    def _by_share(self) -> list[Mover]:
+        """Of host and device together updating what the host can, several ways to share that; the host all of it,
+        where the plan says so."""
+        shares = SHARES[1:] if self.way.update and self.offload.update == "auto" else ()
+        return [self, *(replace(self, share=share) for share in shares)]
 
     @property
     def updates(self) -> bool:
@@ -157,14 +170,11 @@ class Mover:
         """The fastest that fits with as few moves as that takes; `most`, if that does not."""
         if not self._fits(self.most):
             return self.most
-        count, window = len(self.could), self._largest if self.way.windows else ENDLESS
-        best = self.most
-        if self.way.windows:
-            window, best = self._last(self._windows(), lambda w: self._choice(count, w, AHEAD[0]), best)
-        else:
-            kept = sum(getattr(self.offload, a.kind) == "auto" for a in self.could)
-            counts = list(range(count, count - kept - 1, -1))
-            count, best = self._last(counts, lambda n: self._choice(n, window, AHEAD[0]), best)
+        shared = [mover._fewest() for mover in self._by_share if self._fits(mover.most)]
+        return min(shared, key=lambda c: c.times.seconds)
+
+    def _fewest(self) -> MoveChoice:
+        (count, window), best = self._narrowed()
         mover = self
         leaves = self._updates or any(a.kind == "gradients" for a in self.could[:count])
         if self._norms and not leaves:  # then the norms of gradients are one kernel
@@ -177,6 +187,20 @@ class Mover:
                 break
             best = min(best, more, key=lambda c: c.times.seconds)
         return best
+
+    def _narrowed(self) -> tuple[tuple[int, int], MoveChoice]:
+        """How many values leave, and the bytes of them on their way at once: as few as fit, or with windows all in the
+        widest, if that is faster."""
+        every, narrowest = len(self.could), self._largest if self.way.windows else ENDLESS
+        kept = sum(getattr(self.offload, a.kind) == "auto" for a in self.could)
+        counts = list(range(every, every - kept - 1, -1))
+        count, best = self._last(counts, lambda n: self._choice(n, narrowest, AHEAD[0]), self.most)
+        if not self.way.windows:
+            return (count, narrowest), best
+        window, wide = self._last(self._windows(), lambda w: self._choice(every, w, AHEAD[0]), self.most)
+        if wide.times.seconds < best.times.seconds:
+            return (every, window), wide
+        return (count, narrowest), best
 
     @cached_property
     def could(self) -> list[plan.Absence]:
@@ -208,8 +232,10 @@ class Mover:
     @cached_property
     def _updates(self) -> list[plan.HostUpdate]:
         """Parameters, or parts of them, that the host updates."""
-        names = {v.name for v in self._parameters}
-        return plan.host_updates(self.done.program, names) if self.way.update else []
+        if not self.way.update:
+            return []
+        could = plan.host_updates(self.done.program, {v.name for v in self._parameters})
+        return plan.needed_last(self.done.program, could, self.share)
 
     @cached_property
     def _hosted(self) -> dict[Var, None]:

@@ -279,6 +279,23 @@ def test_the_clock_says_where_an_update_is_faster(monkeypatch):
     assert slow.predicted.seconds < decided(replace(wire, update_bytes_s=1e7), update="host").predicted.seconds
 
 
+def test_host_and_device_share_updates_where_both_are_as_slow(monkeypatch):
+    """The host has those that the next forward needs last; the step is the same."""
+    wire, living = replace(CPU, host_bytes_s=1e8), {"parameters": "host", "optimizer": "host"}
+    steps = {}
+    for update in ("auto", "device", "host"):
+        monkeypatch.setattr("mycel.plan.hardware_of", lambda device: replace(wire, update_bytes_s=3e8))
+        steps[update] = trained({**living, "update": update})
+        monkeypatch.undo()
+    step, values = steps["auto"]
+    assert same(values, trained(None)[1])
+    matrices = [f"model.{name}" for name, p in step.model.named_parameters() if p.ndim > 1]
+    mine = [name in step.plan.decided.moved.updated for name in matrices]
+    assert any(mine) and not all(mine) and mine == sorted(mine)
+    seconds = {update: step.plan.predicted.seconds for update, (step, _) in steps.items()}
+    assert seconds["auto"] < min(seconds["device"], seconds["host"])
+
+
 @pytest.mark.parametrize(
     "offload, message",
     [

@@ -291,7 +291,8 @@ def hosted_updates(program: Program, updated: Collection[str]) -> tuple[int, ...
 
 def split_updates(program: Program, inputs: Collection[str], chunk: int, hosted: Collection[str] = ()) -> Program:
     """Updates in the entry that replace these inputs, in several: each of at most `chunk` bytes of them, and of one
-    parameter at least; those of `hosted`, which run on the host, apart."""
+    parameter at least; those of `hosted`, which run on the host, apart and first, so that what they need from the
+    device is there while it updates the others."""
     eqns: list[Eqn] = []
     given = {v.name for v in program.main.inputs}
     for eqn in program.main.eqns:
@@ -307,7 +308,8 @@ def split_updates(program: Program, inputs: Collection[str], chunk: int, hosted:
         for i in range(count):
             is_hosted = first[i] in hosted
             apart.setdefault((is_hosted, is_hosted and first[i] in given), []).append(i)
-        chunks = [[own[k] for k in each] for own in apart.values() for each in _chunks([sizes[i] for i in own], chunk)]
+        ordered = [apart[key] for key in sorted(apart, reverse=True)]
+        chunks = [[own[k] for k in each] for own in ordered for each in _chunks([sizes[i] for i in own], chunk)]
         for mine in chunks:
             columns = [k * count + i for k in range(slots) for i in mine]
             gradients = [old + i for i in mine]

@@ -112,7 +112,7 @@ class Line:
     stream: int = 0
     busy: float = 0.0
     token: int = -1  # of a finish: the line of its begin
-    after: tuple[int, ...] = ()  # of an update on the host: the lines that begin to bring what it reads
+    after: tuple[int, ...] = ()  # of an update on the host: the lines that bring what it reads, all that it waits for
     behind: float | None = None  # it takes what the host makes, so many seconds before the host is free
     new: int = 0
     freed: int = 0
@@ -285,7 +285,8 @@ class Clock:
                 size_ = sum(v.type.bytes for v in (*eqn.vars, *eqn.outputs))
                 after = tuple(brought[v] for v in eqn.vars if v in brought)
                 on_host = self.streams.index(ON_HOST)
-                lines.append(Line(eqn, "begin", self.hardware.update_s(size_), on_host, after=after))
+                seconds = self.hardware.update_s(size_, next(eqn.vars).type.dtype)
+                lines.append(Line(eqn, "begin", seconds, on_host, after=after))
             elif name:
                 link = self.links.of(axes) if self.links is not None else FREE
                 stream = self.streams.index(link.name) if self.links is not None else 0
@@ -381,7 +382,7 @@ class _BlockWalk:
                     state[0] = _later(state[0], tokens[line.token])
                 else:
                     totals[line.stream] += line.seconds
-                    start = _later(state[0], state[line.stream])
+                    start = state[line.stream] if line.after else _later(state[0], state[line.stream])
                     for begun in line.after:
                         start = _later(start, tokens[begun])
                     state[line.stream] = _plus(start, seconds)
@@ -436,7 +437,7 @@ class _BlockWalk:
             elif line.kind == "finish":
                 state[0] = max(state[0], tokens[line.token])
             elif line.kind != "leave":
-                start = max(state[0], state[line.stream], *(tokens[begun] for begun in line.after))
+                start = max(state[line.stream], *([tokens[begun] for begun in line.after] or [state[0]]))
                 state[line.stream] = start + line.seconds
                 yield Event(streams[line.stream], start, start + line.seconds, name, line.eqn)
                 if line.kind == "wait":
@@ -496,7 +497,7 @@ class _BlockWalk:
             elif line.kind == "finish":
                 state[0] = max(state[0], tokens[line.token])
             elif line.kind != "leave":
-                ready = max(state[0], state[line.stream], *(tokens[begun] for begun in line.after))
+                ready = max(state[line.stream], *([tokens[begun] for begun in line.after] or [state[0]]))
                 state[line.stream] = tokens[i] = ready + line.seconds
                 state[0] = state[line.stream] if line.kind == "wait" else state[0] + line.busy * line.seconds
             spans.append((start, tokens.get(i, state[0])))

@@ -7,8 +7,9 @@ probe file      $MYCEL_PROBE (empty: none), else probe.yaml in $XDG_CACHE_HOME/m
 
 device: CPU                                     as `Hardware.name`
 launch_s: 3.1e-06
-host_bytes_s: 9.0e+09                           copies between host and device
-update_bytes_s: 8.0e+09                         of the host's memory, by an update of parameters there
+host_bytes_s: 9.0e+09                           copies between host and device, each way while the other is as busy
+update_bytes_s: 8.0e+09                         of the host's memory, by an update of parameters there beside copies
+update_half_bytes_s: 6.0e+09                    the same of parameters in 16 bits
 unaligned: [0.15, 0.28, 0.6]                    on a GPU: the share left to bf16 products with rows of odd length,
                                                 of 2, of 4
 rates:                                          [work, work a second], by work: bytes, or floating-point operations
@@ -56,8 +57,10 @@ class Hardware:
                     that was not measured
     rates           operations or bytes a second by size, where measured
     levels          the wires to other ranks, innermost first
-    host_bytes_s    copies between host and device, each way; `host_memory`: bytes of the host, where known
-    update_bytes_s  of the host's memory, that updates of parameters there read and write; None: not measured
+    host_bytes_s    copies between host and device, each way while the other is as busy; `host_memory`: bytes of the
+                    host, where known
+    update_bytes_s  of the host's memory, that updates of parameters there read and write beside such copies;
+                    `update_half_bytes_s`: of parameters in 16 bits; None: not measured
     widens          dtypes of 16 bits whose products are computed in 32, on copies of their operands
     """
 
@@ -70,6 +73,7 @@ class Hardware:
     host_bytes_s: float = 25e9
     host_memory: int | None = None
     update_bytes_s: float | None = None
+    update_half_bytes_s: float | None = None
     reach: float = 1.0
     attends: float = 1.0
     unaligned: tuple[float, ...] = (1.0, 1.0, 1.0)
@@ -115,9 +119,10 @@ class Hardware:
         """Seconds of copying so many bytes between host and device."""
         return size / self.host_bytes_s + self.launch_s
 
-    def update_s(self, size: float) -> float:
-        """Seconds of an update on the host that reads and writes so many bytes."""
-        return size / (self.update_bytes_s or HOST_MEMORY) + self.launch_s
+    def update_s(self, size: float, dtype: torch.dtype) -> float:
+        """Seconds of an update on the host that reads and writes so many bytes, of parameters of this dtype."""
+        half = self.update_half_bytes_s if dtype in HALVES else None
+        return size / (half or self.update_bytes_s or HOST_MEMORY) + self.launch_s
 
     def links(self, mesh: Mesh) -> Links:
         """The wires of a mesh whose last axis is the fastest: each axis has the innermost level in which its ranks
@@ -159,7 +164,7 @@ SEEN: dict[str, Any] = {
     "launch_s": 8e-6, "reach": 0.65, "attends": 0.6, "unaligned": (0.15, 0.33, 0.33), "changes": 0.45,
 }  # fmt: skip
 KNOWN = {
-    "H200": Hardware("H200", 750e12, 370e12, 4.0e12, host_bytes_s=53e9, quarter=1200e12, **SEEN),
+    "H200": Hardware("H200", 750e12, 370e12, 4.0e12, host_bytes_s=49e9, quarter=1200e12, **SEEN),
     "H100": Hardware("H100", 720e12, 355e12, 2.8e12, host_bytes_s=50e9, quarter=1150e12, **SEEN),
     "A100": Hardware("A100", 250e12, 125e12, 1.6e12, **SEEN),
     "L40S": Hardware("L40S", 290e12, 145e12, 0.7e12, quarter=440e12, **SEEN),
@@ -229,6 +234,7 @@ def with_rates(preset: Hardware, data: Mapping[str, Any]) -> Hardware:
         launch_s=float(data["launch_s"]),
         host_bytes_s=float(data.get("host_bytes_s", preset.host_bytes_s)),
         update_bytes_s=float(data["update_bytes_s"]) if "update_bytes_s" in data else preset.update_bytes_s,
+        update_half_bytes_s=float(data.get("update_half_bytes_s", 0)) or preset.update_half_bytes_s,
         unaligned=tuple(float(x) for x in data.get("unaligned", preset.unaligned)),
         rates=rates,
         levels=tuple(

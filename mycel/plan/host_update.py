@@ -12,10 +12,11 @@ on the host are the last of a step's equations, beside what the device does next
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from mycel.ir import Eqn, Program, Var, chains
+from mycel.plan.hardware import Hardware
 from mycel.plan.offload import Absence
 
 
@@ -31,6 +32,9 @@ class HostUpdate:
     def bytes(self) -> int:
         """What the host reads and writes for it."""
         return 2 * (self.parameter.type.bytes + sum(v.type.bytes for v in self.state)) + self.gradient.type.bytes
+
+    def seconds(self, hardware: Hardware) -> float:
+        return hardware.update_s(self.bytes, self.parameter.type.dtype)
 
 
 def host_updates(program: Program, parameters: Collection[str]) -> list[HostUpdate]:
@@ -51,6 +55,18 @@ def host_updates(program: Program, parameters: Collection[str]) -> list[HostUpda
             if all(replaced[1:]) and not read and uses[gradient].defined >= 0 and own[1:]:
                 updates += [HostUpdate(own[0], tuple(own[1:]), gradient)] if lives or own[0] not in inputs else []
     return updates
+
+
+def needed_last(program: Program, updates: Sequence[HostUpdate], share: float) -> list[HostUpdate]:
+    """Of these so many as have this share of their bytes: those whose parameters the next step needs last, for which
+    the host has longest."""
+    uses, room = chains(program.main), share * sum(update.bytes for update in updates)
+    mine = set[str]()
+    for update in sorted(updates, key=lambda update: uses[update.parameter].uses[0], reverse=True):
+        room -= update.bytes
+        if room >= 0:
+            mine.add(update.parameter.name)
+    return [update for update in updates if update.parameter.name in mine]
 
 
 def column(eqn: Eqn, i: int) -> tuple[list[Var], list[Var], Var]:

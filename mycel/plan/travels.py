@@ -121,8 +121,9 @@ def _of_block(program: Program, name: str, clock: Clock, compiled: Collection[st
 
 def _updated(eqn: Eqn, end: float, clock: Clock) -> Iterator[tuple[Var, Var, str]]:
     """Parameters of an update on the host, what replaces them, and when it runs."""
-    start = end - clock.hardware.update_s(sum(v.type.bytes for v in (*eqn.vars, *eqn.outputs)))
+    size = sum(v.type.bytes for v in (*eqn.vars, *eqn.outputs))
+    start = end - clock.hardware.update_s(size, next(eqn.vars).type.dtype)
     for i in range(eqn.params["count"]):
         (p, *state), (new, *_), _ = column(eqn, i)
-        size = shown(sum(v.type.bytes for v in state))
-        yield p, new, f"updated there {start * 1e3:.2f} - {end * 1e3:.2f} ms with {size} of state"
+        held = shown(sum(v.type.bytes for v in state))
+        yield p, new, f"updated there {start * 1e3:.2f} - {end * 1e3:.2f} ms with {held} of state"

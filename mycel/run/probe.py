@@ -41,6 +41,7 @@ LONG_S = 0.25  # a message that takes longer is sent once
 LONGEST_MASK = 1024  # of attention: the gradient of a mask in 32 bits holds all pairs
 GRAPHED = 20  # runs in one graph of a GPU
 TURNS = 10  # of computing and a message, where ranks share cores
+UPDATES, SLOWED = 5, 3  # so many on the host, each slowed by copies beside it no more than so many times
 CROWDED = 1.25  # times slower beside the others than alone: ranks share cores
 SIZES = {  # by device: what is small and what is large there
     "cpu": {
@@ -121,7 +122,8 @@ class Probe:
             "threads": torch.get_num_threads(),
             "launch_s": _short(self.launch_s),
             "host_bytes_s": _short(self._host()),
-            "update_bytes_s": _short(self._host_update()),
+            "update_bytes_s": _short(self._host_update(torch.float32)),
+            "update_half_bytes_s": _short(self._host_update(torch.bfloat16)),
             **({"unaligned": [_short(x) for x in self._unaligned()]} if is_cuda else {}),
             "rates": {name: sorted([_short(x), _short(y)] for x, y in curve) for name, curve in rates.items()},
         }
@@ -309,15 +311,30 @@ class Probe:
             yield [flops, 3 * flops / self.work(both)]
 
     def _host(self) -> float:
-        """Bytes a second between host and device; on the CPU those of a copy."""
-        size = self.sizes["memory"][-1]
-        here = torch.empty(size, dtype=torch.uint8, pin_memory=self.device.type == "cuda")
-        there = torch.empty(size, dtype=torch.uint8, device=self.device)
-        return float(size / self.seconds(lambda: there.copy_(here, non_blocking=True)))
+        """Bytes a second between host and device, each way while the other is as busy; on the CPU those of a copy."""
+        return float(self.sizes["memory"][-1] / self.seconds(self._copies()))
 
-    def _host_update(self) -> float:
-        """Bytes of the host's memory that an update of parameters there reads and writes in a second."""
-        p, g, first, second = (torch.zeros(self.sizes["memory"][-1] // 16) for _ in range(4))
+    def _copies(self) -> Callable[[], None]:
+        """A copy of the largest size each way, on streams of their own; on the CPU there is one way."""
+        size, is_cuda = self.sizes["memory"][-1], self.device.type == "cuda"
+        here, back = (torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2))
+        there, other = (torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2))
+        if not is_cuda:
+            return lambda: there.copy_(here)
+        up, down = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
+
+        def both() -> None:
+            with torch.cuda.stream(up):
+                there.copy_(here, non_blocking=True)
+            with torch.cuda.stream(down):
+                back.copy_(other, non_blocking=True)
+
+        return both
+
+    def _host_update(self, dtype: torch.dtype) -> float:
+        """Bytes of the host's memory that an update of parameters there reads and writes in a second, on a GPU beside
+        copies both ways, which share that memory."""
+        p, g, first, second = (torch.zeros(self.sizes["memory"][-1] // 16, dtype=dtype) for _ in range(4))
         step = torch.ones(())
 
         def update() -> None:
@@ -326,7 +343,21 @@ class Probe:
                 amsgrad=False, maximize=False,
             )  # fmt: skip
 
-        return float(7 * p.nbytes / self.seconds(update))
+        alone_s = self.seconds(update)
+        return float(7 * p.nbytes / (self._beside_copies(update, alone_s) if self.device.type == "cuda" else alone_s))
+
+    def _beside_copies(self, update: Callable[[], None], alone_s: float) -> float:
+        """Seconds of what the host does while copies go both ways, which take longer than it in any case."""
+        copies = self._copies()
+        often = 1 + math.ceil(UPDATES * SLOWED * alone_s / self.seconds(copies))
+        for _ in range(often):
+            copies()
+        began = time.perf_counter()
+        for _ in range(UPDATES):
+            update()
+        seconds = (time.perf_counter() - began) / UPDATES
+        self._wait()
+        return self._mean(seconds)
 
     # -- links -------------------------------------------------------------------------------------------------------
 
