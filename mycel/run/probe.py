@@ -314,7 +314,7 @@ class Probe:
         """Bytes a second between host and device, each way while the other is as busy; on the CPU those of a copy."""
         return float(self.sizes["memory"][-1] / self.seconds(self._copies()))
 
-    def _copies(self) -> Callable[[], None]:
+    def _copies(self) -> Callable[[], object]:
         """A copy of the largest size each way, on streams of their own; on the CPU there is one way."""
         size, is_cuda = self.sizes["memory"][-1], self.device.type == "cuda"
         here, back = (torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2))
