@@ -13,7 +13,7 @@ from mycel.ir import OPS, Mesh
 from mycel.launch import launch
 from mycel.plan import CPU, hardware_of
 from mycel.plan.hardware import probed
-from mycel.plan.links import fitted
+from mycel.plan.links import Link, fitted
 from mycel.run import probe as measuring
 
 TINY = {
@@ -85,11 +85,13 @@ def test_processes_measure_the_links_between_them(tmp_path):
     device = probed(CPU, file.read_text())
     (level,) = device.levels
     data = yaml.safe_load(file.read_text())["levels"][0]
-    late = data.get("late", 0.0)  # where ranks share cores
-    assert level == fitted("host", 4, data["busy"], data["messages"], late) and 0 <= level.busy <= 1
-    assert late >= 0 and level.seconds("all_reduce", 4, 1e6) == pytest.approx(
-        replace(level, late=0.0).seconds("all_reduce", 4, 1e6) + late
-    )
+    late = data.get("late", [[2, 0.0], [4, 0.0]])  # where ranks share cores
+    assert level == fitted("host", 4, data["busy"], data["messages"], data.get("late", ())) and 0 <= level.busy <= 1
+    assert Link.read(level.data()) == level
+    for count, seconds in late:
+        assert seconds >= 0 and level.seconds("all_reduce", count, 1e6) == pytest.approx(
+            replace(level, late=()).seconds("all_reduce", count, 1e6) + seconds
+        )
     assert {name for name, *_ in level.measured} == set(measuring.COLLECTIVES)
     assert {k for points in data["messages"].values() for k, _, _ in points} == {2, 4}
     assert device.links(Mesh(dp=2, tp=2)).levels == ("host",)

@@ -30,7 +30,7 @@ class Link:
     busy      the share of a message's seconds in which the device cannot compute beside it
     measured  (collective, ranks, bytes a second, seconds to start), where these differ: groups of two from each of two
               hosts share the wire between them, where a ring of four crosses it once each way
-    late      seconds for which a rank waits for others at each message, where they share cores"""
+    late      (ranks, seconds): for how long each of so many waits for the others at a message, where they share cores"""
 
     bytes_s: float
     start_s: float
@@ -38,19 +38,20 @@ class Link:
     ranks: int = 1 << 30
     busy: float = 0.0
     measured: tuple[tuple[str, int, float, float], ...] = ()
-    late: float = 0.0
+    late: tuple[tuple[int, float], ...] = ()
 
     def seconds(self, name: str, k: int, local_bytes: float) -> float:
         """One collective between k ranks, each of which puts `local_bytes` in."""
         bytes_s, start_s = self._rate(name, k)
-        return sent(name, k, local_bytes) / bytes_s + _steps(name, k) * start_s + self.late
+        late = min(self.late, key=lambda x: _apart(x[0], k), default=(k, 0.0))[1]
+        return sent(name, k, local_bytes) / bytes_s + _steps(name, k) * start_s + late
 
     def _rate(self, name: str, k: int) -> tuple[float, float]:
         """(bytes a second, seconds to start), measured between that many ranks or nearly so many."""
         of_name = [x for x in self.measured if x[0] == name]
         if not of_name:
             return self.bytes_s, self.start_s
-        _, _, bytes_s, start_s = min(of_name, key=lambda x: (abs(math.log(x[1] / k)), x[1]))
+        _, _, bytes_s, start_s = min(of_name, key=lambda x: _apart(x[1], k))
         return bytes_s, start_s
 
     def data(self) -> list[float] | dict[str, Any]:
@@ -60,7 +61,7 @@ class Link:
         measured: dict[str, list[list[float]]] = {}
         for name, *numbers in sorted(self.measured):
             measured.setdefault(name, []).append(list(numbers))
-        return {**vars(self), "measured": measured}
+        return {**vars(self), "measured": measured, "late": [list(x) for x in self.late]}
 
     @staticmethod
     def read(data: Any) -> Link:
@@ -72,7 +73,16 @@ class Link:
             for name, rows in data["measured"].items()
             for k, bytes_s, start_s in rows
         )
-        return Link(**{**data, "measured": measured})
+        return Link(**{**data, "measured": measured, "late": _late(data["late"])})
+
+
+def _late(rows: Sequence[Sequence[float]]) -> tuple[tuple[int, float], ...]:
+    return tuple((int(ranks), float(seconds)) for ranks, seconds in rows)
+
+
+def _apart(ranks: int, k: int) -> tuple[float, int]:
+    """How far one number of ranks is from another; of two as far, the fewer are nearer."""
+    return abs(math.log(ranks / k)), ranks
 
 
 CPU_LINK = Link(1e9, 100e-6)
@@ -106,7 +116,11 @@ class Links:
 
 
 def fitted(
-    name: str, ranks: int, busy: float, messages: Mapping[str, Sequence[Sequence[float]]], late: float = 0.0
+    name: str,
+    ranks: int,
+    busy: float,
+    messages: Mapping[str, Sequence[Sequence[float]]],
+    late: Sequence[Sequence[float]] = (),
 ) -> Link:
     """The level of what was measured: by collective (ranks, bytes each puts in, seconds); least squares of relative
     errors, no number below zero."""
@@ -116,7 +130,7 @@ def fitted(
         for k in sorted({int(p[0]) for p in points})
     )
     *_, bytes_s, start_s = max((x for x in measured if x[0] == "all_reduce"), default=measured[-1])
-    return Link(bytes_s, start_s, name, ranks, busy, measured, late)
+    return Link(bytes_s, start_s, name, ranks, busy, measured, _late(late))
 
 
 def _fit(name: str, points: Sequence[Sequence[float]]) -> tuple[float, float]:

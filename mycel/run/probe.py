@@ -381,7 +381,10 @@ class Probe:
                 for size, often in self.sizes["message"]
             ]
         level = {"name": name, "ranks": ranks, "busy": _short(self._busy(groups[-1])), "messages": messages}
-        return {**level, "late": _short(self._late(groups[-1]))} if self.is_crowded else level
+        if not self.is_crowded:
+            return level
+        self.say("messages that come from products")
+        return {**level, "late": [[self.ranks.mesh.count(axes), _short(self._late(axes))] for axes in groups]}
 
     def _message(self, op: str, axes: tuple[str, ...], size: int, often: int) -> float:
         """Seconds of one; as often on all ranks."""
@@ -405,7 +408,6 @@ class Probe:
     def _late(self, axes: tuple[str, ...]) -> float:
         """Seconds by which a message takes longer where each rank computes before it: they share cores, and one waits
         for the turns of another."""
-        self.say("messages that come from products")
         n = self.sizes["product"][-3]
         x = self._rand(n, n)
         send = self._sender("all_reduce", axes, self.sizes["message"][0][0])
