@@ -254,9 +254,15 @@ def left_to_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> s
     return "it has complex parameters" if any(p.dtype.is_complex for p in trainable(optimizer)) else ""
 
 
-def bind_groups(optimizer: torch.optim.Optimizer, names: dict[int, str], by_rule: bool = True) -> list[Bound]:
+def bind_groups(
+    optimizer: torch.optim.Optimizer,
+    names: dict[int, str],
+    by_rule: bool = True,
+    counters: Mapping[str, str] | None = None,
+) -> list[Bound]:
     """The groups of an optimiser over those of its parameters (by id) that are inputs of a program, and their names.
-    Dtypes, and parameters of different kinds, are kept apart.  Not `by_rule`: groups without an update."""
+    Dtypes, and parameters of different kinds or with `counters` of their uses, are kept apart.  Not `by_rule`: groups
+    without an update."""
     if not by_rule:
         return [
             Bound(
@@ -273,11 +279,13 @@ def bind_groups(optimizer: torch.optim.Optimizer, names: dict[int, str], by_rule
         mine: dict[Any, list[torch.nn.Parameter]] = {}
         for p in values["params"]:
             if id(p) in names:
-                mine.setdefault((p.dtype, tuple(known.kinds(p).items())), []).append(p)
-        for i, ((dtype, kinds), params) in enumerate(mine.items()):
+                counter = (counters or {}).get(names[id(p)], "")
+                mine.setdefault((p.dtype, tuple(known.kinds(p).items()), counter), []).append(p)
+        for i, ((dtype, kinds, counter), params) in enumerate(mine.items()):
             flags = {**dict(kinds), **fixed}
             slots = tuple(slot.name for slot in known.present(flags))
-            name = ".".join([str(index), *([NAMES[dtype]] if i else []), *(k for k, v in kinds if v and i)])
+            parts = [NAMES[dtype], *(k for k, v in kinds if v), *([counter] if counter else [])] if i else []
+            name = ".".join([str(index), *parts])
             group = ParameterGroup(
                 known.op.name,
                 tuple(names[id(p)] for p in params),
@@ -285,6 +293,7 @@ def bind_groups(optimizer: torch.optim.Optimizer, names: dict[int, str], by_rule
                 tuple(known.hyper),
                 tuple(flags.items()),
                 name,
+                counter,
             )
             groups.append(Bound(group, tuple(params), index))
     return groups

@@ -30,7 +30,7 @@ class Link:
     busy      the share of a message's seconds in which the device cannot compute beside it
     measured  (collective, ranks, bytes a second, seconds to start), where these differ: groups of two from each of two
               hosts share the wire between them, where a ring of four crosses it once each way
-    late      (ranks, seconds): for how long each of so many waits for the others at a message, where they share cores"""
+    late      (ranks, seconds): for how long one of so many waits for others at each message, where they share cores"""
 
     bytes_s: float
     start_s: float

@@ -238,6 +238,9 @@ class Recipe:
         """The program that also returns gradients, group by group, of the parameters the loss depends on."""
         names = {id_: program.roles[v].name for id_, v in trained.items()}
         wrt, results = program.positions(trained.values()), len(program.results)
+        counters: dict[str, str] = {}
+        if self.by_rule and not self._is_staged:
+            program, counters = transform.count_uses(program, trained.values())
         scaled = transform.scaled(program)
         differentiated = transform.value_and_grad(
             scaled, wrt, len(scaled.results) - 1 if scaled is not program else 0, dense=False
@@ -251,7 +254,7 @@ class Recipe:
         if not reached:
             raise GradientError(NOTHING_TRAINED)
         bound = {id_: name for id_, name in names.items() if name in reached}
-        groups = optimizers.bind_groups(self.optimizer, bound, self.by_rule)
+        groups = optimizers.bind_groups(self.optimizer, bound, self.by_rule, counters)
         ordered = [reached[name] for g in groups for name in g.group.params]
         block = replace(differentiated.main, outputs=(*outs[:results], *ordered, *outs[results + len(wrt) :]))
         differentiated = replace(differentiated, blocks={**differentiated.blocks, differentiated.entry: block})

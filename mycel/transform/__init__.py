@@ -50,6 +50,7 @@ from mycel.transform.scaling import LOSS_SCALE, scaled, with_scale
 from mycel.transform.shared_updates import share_updates
 from mycel.transform.unhinted import unhinted
 from mycel.transform.unshared import unshared
+from mycel.transform.uses import count_uses
 from mycel.transform.vjp import forward_and_backward, value_and_grad
 from mycel.transform.wide_products import halves, wide_products
 
@@ -89,6 +90,7 @@ __all__ = [
     "causal",
     "compress_gradients",
     "correct_delay",
+    "count_uses",
     "coupled",
     "cse",
     "dce",

@@ -8,8 +8,9 @@ and optimiser state.
                                return loss, norm, updates: w', m', v', t', skipped + skip
 
 Gradients are divided by `scale`: the loss scale of half precision times what clipping takes away.  A skipped step
-changes no state at all: updates of buffers are undone as well.  A group without a kind is not updated here: whoever
-does it gets the gradients, without the loss scale and not clipped.  New inputs, by their roles:
+changes no state at all: updates of buffers are undone as well.  A group whose parameters were not used stays as it is.
+A group without a kind is not updated here: whoever does it gets the gradients, without the loss scale and not clipped.
+New inputs, by their roles:
 
     state exp_avg of w         for each slot of a group, for each of its parameters
     hyper lr of group 0        the scalar operands of a group's update
@@ -42,7 +43,7 @@ SCALAR = Type(torch.float64, ())
 class ParameterGroup:
     """Parameters that are updated together: `kind` is an optimiser of ours (empty: they are updated elsewhere),
     `params` by the names their roles have, `slots` their state, `hyper` the scalar operands by name; `name` tells
-    groups apart."""
+    groups apart.  `counter`: of how often they are used, where that may be never (`uses.py`)."""
 
     kind: str
     params: tuple[str, ...]
@@ -50,6 +51,7 @@ class ParameterGroup:
     hyper: tuple[str, ...]
     flags: tuple[tuple[str, Any], ...] = ()
     name: str = "0"
+    counter: str = ""
 
     def state_roles(self) -> list[Role]:
         """Its state, slot by slot."""
@@ -99,6 +101,7 @@ def optimise(
     # in the groups' order
     kept = {p: new_input(f"{p.name}.grad", p.type, Role("gradient", of=program.role(p).name)) for p in returned}
     skipped = new_input("skipped", Type(torch.int64, ()), Role("counter", "skipped"))
+    counted = dict(zip(program.updates, main.outputs[n:], strict=True))
     updates: dict[str, Any] = {}
     with b:
         wide = o.global_norm(*grads)
@@ -130,7 +133,13 @@ def optimise(
             named = [*own, *state]
             over = [updates.get(v.name, v) for v in named]  # the forward pass may have changed a parameter itself
             flags = {"count": count, **dict(group.flags)}
-            updated = OPS[group.kind](*over, *mine, *hyper, scale, skip, **flags)
+            stays = skip
+            if group.counter:
+                counter = inputs[Role("counter", group.counter)]
+                unused = o.cast(o.eq(counted[counter.name], 0), dtype=torch.float32)
+                stays = o.maximum(skip, unused)
+                updates[counter.name] = o.sub(counter, counter)
+            updated = OPS[group.kind](*over, *mine, *hyper, scale, stays, **flags)
             updates.update(
                 (v.name, new)
                 for v, new in zip(named, updated if isinstance(updated, tuple) else (updated,), strict=True)
