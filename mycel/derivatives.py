@@ -397,6 +397,10 @@ def _only(tree: Tree, keep: Any) -> Tree:
     """The tree with None for leaves that are not kept."""
     if tree.kind == "leaf":
         return tree if next(keep) else Tree("static", None)
+    if tree.kind == "text":
+        raise GradientError(
+            "the function returns text of a tensor, which has no tangent\n  try       returning the tensor, or print"
+        )
     return replace(tree, children=tuple(_only(c, keep) for c in tree.children))
 
 

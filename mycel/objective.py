@@ -125,7 +125,7 @@ def _without_caches(out: Any) -> Any:
     """A model's output without what is no tensor and holds some, such as keys and values for the next token."""
     if not isinstance(out, dict):
         return out
-    kept = {k: v for k, v in out.items() if isinstance(v, (torch.Tensor, tuple, list, dict))}
+    kept = {k: v for k, v in out.items() if isinstance(v, (torch.Tensor, tuple, list, dict, str))}
     return out if len(kept) == len(out) else type(out)(**kept)
 
 

@@ -174,3 +174,13 @@ def test_of_parameters_is_refused():
 def test_strict_refuses():
     with pytest.raises(mycel.CaptureError, match="items, a count that lives outside of the function, is used"):
         mycel.jit(Scaled(itertools.count()), strict=True)(X)
+
+
+@pytest.mark.parametrize("given", [iter([2.0, 3.0]), (iter([2.0, 3.0]), X), {"items": [itertools.count()]}])
+def test_of_arguments_is_refused_by_its_name_and_not_touched(given):
+    name = {tuple: "given.0", dict: "given.items.0"}.get(type(given), "given")
+    items = {tuple: lambda: given[0], dict: lambda: given["items"][0]}.get(type(given), lambda: given)()
+    with pytest.raises(mycel.CaptureError, match=rf"the argument {name}, of type \w+, is an iterator") as refused:
+        mycel.jit(lambda x, given: x * 2)(X, given=given)
+    assert refused.value.file == __file__ and "next(…) before the call" in refused.value.hint
+    assert next(items) in (0, 2.0)

@@ -1,10 +1,13 @@
-"""Text of tensors in captured code: printed at every call with the values of that call, kept as PyTorch keeps it."""
+"""Text of tensors in captured code: printed, logged and warned of at every call with the values of that call, kept and
+returned as PyTorch does."""
 
 import contextlib
 import copy
 import io
+import logging
 import re
 import sys
+import warnings
 
 import pytest
 import torch
@@ -45,6 +48,9 @@ SAYS = {
     "changed later": lambda model, x, h: [y := h.detach() * 1, text := f"{y}", y.add_(1), print(text, y)],
     "number": lambda model, x, h: print(h.sum().item(), f"{h.sum().item()}"),
     "format": lambda model, x, h: print(f"{h.sum():.3f}"),
+    "in brackets": lambda model, x, h: print(f"({h.sum()})({x.sum()})"),
+    "parameter": lambda model, x, h: print(f"{model.linear.bias}", model.linear.bias, str(model.linear.bias)),
+    "written": lambda model, x, h: sys.stdout.write(f"sum {h.sum()}\n"),
     "stderr": lambda model, x, h: print(f"sum {h.sum()}", file=sys.stderr),
     "kept": kept,
     "list": logged,
@@ -80,6 +86,110 @@ def test_text_is_that_of_each_call(name):
     assert said(step, stepped) == expected
 
 
+LOG = logging.getLogger("mycel_test.printing")
+
+
+class OwnWarning(UserWarning):
+    """A category of the user's."""
+
+
+def guarded(model, x, h):
+    if h.sum() > 0:
+        LOG.warning("positive %s", h.sum())
+
+
+def caught_in_a_log(model, x, h):
+    try:
+        raise ValueError("no")
+    except ValueError:
+        LOG.exception("failed with %s", h.sum())
+
+
+LOGS = {
+    "f-string": lambda model, x, h: LOG.info(f"h {h} of {x.sum()}"),
+    "module": lambda model, x, h: logging.error(f"({h.sum()})"),
+    "arguments": lambda model, x, h: LOG.warning("h %s of %s, %d", h, x, 3),
+    "number": lambda model, x, h: LOG.log(35, "sum %s %s", h.sum().item(), f"{h.sum().item():.2f}"),
+    "printf": lambda model, x, h: LOG.info("sum %.3f", h.sum()),
+    "not enabled": lambda model, x, h: LOG.debug("h %s", h),
+    "adapter": lambda model, x, h: logging.LoggerAdapter(LOG, {}).error("h %s", h),
+    "extra": lambda model, x, h: LOG.info("sum %s", h.sum(), extra={"place": 3}),
+    "branch": guarded,
+    "exception": caught_in_a_log,
+    "warning": lambda model, x, h: warnings.warn(f"sum {h.sum():.3f}", stacklevel=1),
+    "category": lambda model, x, h: warnings.warn(f"sum {h.sum()}", OwnWarning, stacklevel=2),
+    "an exception": lambda model, x, h: warnings.warn(RuntimeWarning(f"sum {h.sum()}"), stacklevel=1),
+    "printf warning": lambda model, x, h: warnings.warn("sum %.3f" % h.sum(), stacklevel=1),  # noqa: UP031
+}
+
+
+class Records(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = []
+
+    def emit(self, record):
+        place = (record.filename, record.lineno, record.funcName, getattr(record, "place", None))
+        self.kept.append((record.name, record.levelno, record.getMessage(), *place, bool(record.exc_info)))
+
+
+def logged_and_warned(call, action):
+    """What some calls log and warn of, and the lines; gradients' names apart."""
+    handler, root = Records(), logging.getLogger()
+    before, LOG.level = LOG.level, logging.INFO
+    root.addHandler(handler)
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter(action)
+            warnings.filterwarnings("ignore", ".*runs as plain Python")
+            warnings.filterwarnings("ignore", "Converting a tensor with requires_grad=True")  # torch's own, once
+            for i in (0, 0, 1, -9):
+                call(torch.arange(6.0).reshape(3, 2) + i)
+    finally:
+        root.removeHandler(handler)
+        LOG.level = before
+    places = [(str(w.message), w.category, w.filename, w.lineno) for w in warned]
+    return re.sub(r", grad_fn=<\w+>", "", f"{handler.kept}|{places}"), len(handler.kept) + len(warned)
+
+
+WARNS = ("warning", "category", "an exception", "printf warning")
+
+
+@pytest.mark.parametrize(
+    ("name", "action"), [*((name, "always") for name in LOGS), *((name, "default") for name in WARNS)]
+)
+def test_logs_and_warnings_are_those_of_each_call(name, action):
+    torch.manual_seed(0)
+    plain = Printing(LOGS[name])
+    stepped, jitted = copy.deepcopy(plain), copy.deepcopy(plain)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+
+    def eager_step(x):
+        optimizer.zero_grad()
+        plain(x).backward()
+        optimizer.step()
+
+    expected = logged_and_warned(copy.deepcopy(plain), action)
+    assert (expected[1] > 0) == (name != "not enabled")
+    assert logged_and_warned(mycel.jit(jitted), action) == expected
+    expected = logged_and_warned(eager_step, action)
+    step = mycel.train_step(stepped, torch.optim.SGD(stepped.parameters(), lr=0.01))
+    assert logged_and_warned(step, action) == expected
+
+
+def test_what_is_logged_alone_stays_in_the_program():
+    for name in ("f-string", "arguments", "number", "warning", "category"):
+        before, LOG.level = LOG.level, logging.INFO
+        try:
+            text = str(mycel.jit(Printing(LOGS[name]), strict=True).program(torch.ones(3, 2)))
+        finally:
+            LOG.level = before
+        assert "write_" in text and "island(" not in text and "Traced" not in text
+        assert str(mycel.Program.parse(text)) == text
+
+
 def test_what_is_printed_alone_stays_in_the_program():
     model = Printing(SAYS["f-string"])
     fast = mycel.jit(model, strict=True)
@@ -87,7 +197,85 @@ def test_what_is_printed_alone_stays_in_the_program():
     assert "show(" in text and "island(" not in text and "Traced" not in text
 
 
-def test_text_that_is_returned_is_refused():
+class Returning(nn.Module):
+    """Returns a loss, and `text` of it."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.linear, self.text = nn.Linear(2, 2), text
+
+    def forward(self, x):
+        h = self.linear(x)
+        loss = h.square().sum()
+        return {"loss": loss, "text": self.text(x, h, loss), "h": h}
+
+
+def last_line(x, h, loss):
+    text = ""
+    for i in range(3):
+        text += f"{i}: {h[i].sum():.3f}; "
+    return [text, {"last": h[-1].detach()}]
+
+
+TEXTS = {
+    "format": lambda x, h, loss: f"loss {loss:.2f}",
+    "tensor": lambda x, h, loss: (f"{h.detach()}", x, str(x)),
+    "number": lambda x, h, loss: f"{loss.item()}|{loss.item():8.3e}",
+    "parts": last_line,
+    "empty": lambda x, h, loss: ("", "plain", f"{x.sum()}" + f"{x.sum()}"),
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_text_that_is_returned_is_that_of_each_call(name):
+    torch.manual_seed(0)
+    plain = Returning(TEXTS[name])
+    fast = mycel.jit(copy.deepcopy(plain), strict=True)
+    stepped = copy.deepcopy(plain)
+    step = mycel.train_step(stepped, torch.optim.SGD(stepped.parameters(), lr=0.01), outputs=True)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    first = copy.deepcopy(plain)
+
+    def shown(out):
+        return re.sub(r", grad_fn=<\w+>|, requires_grad=True", "", str(out))
+
+    for i in range(3):
+        x = torch.arange(6.0).reshape(3, 2) + i
+        assert shown(fast(x)) == shown(first(x))
+        optimizer.zero_grad()
+        out = plain(x)
+        out["loss"].backward()
+        optimizer.step()
+        loss, outputs = step(x)
+        assert torch.equal(loss, out["loss"])
+        assert shown(outputs) == shown(out)
+    assert len(step.entries) == 1
+
+
+def test_text_beside_a_gradient_is_that_of_each_call():
+    value_and_grad = mycel.value_and_grad(lambda x: ((x * x).sum(), f"{(x * 2).sum():.1f}"), has_aux=True)
+    for i in (1.0, 2.0):
+        x = torch.full((3,), i)
+        (value, text), grad = value_and_grad(x)
+        assert (float(value), text) == (3 * i * i, f"{6 * i:.1f}") and torch.equal(grad, 2 * x)
+
+
+def test_text_of_a_branch_that_is_used_outside_is_refused_with_its_line():
+    def branch(x):
+        text = ""
+        if x.sum() > 0:
+            text = f"{x}"
+        return x, text
+
     scale = nn.Parameter(torch.tensor(2.0))
-    with pytest.raises(mycel.CaptureError, match="text was asked of a traced tensor"):
-        mycel.jit(lambda x: (x * scale, f"{(x * scale).sum()}"))(torch.ones(2))
+    with pytest.raises(mycel.CaptureError) as refused:
+        mycel.jit(lambda x: branch(x * scale))(torch.ones(2))
+    assert refused.value.file == __file__ and refused.value.hint
+
+
+def test_text_that_python_needs_is_refused_with_its_line():
+    scale = nn.Parameter(torch.tensor(2.0))
+    with pytest.raises(mycel.CaptureError, match="Python float was asked") as refused:
+        mycel.jit(lambda x: (x * scale, "%.2f" % (x * scale).sum()))(torch.ones(2))  # noqa: UP031
+    assert refused.value.file == __file__ and refused.value.text.startswith("mycel.jit(")
+    assert "no call around it can stay Python" in str(refused.value) and refused.value.hint

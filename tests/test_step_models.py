@@ -117,12 +117,6 @@ def test_control_flow_that_depends_on_values(precision):
 @pytest.mark.parametrize(
     "optimizer", [adam(), sgd(momentum=0.9), sgd(weight_decay=0.1)], ids=["adam", "momentum", "decay"]
 )
-@pytest.mark.xfail(
-    strict=True,
-    reason=(
-        "a weight on the way not taken has a gradient of zero here, none in torch: moments and decay move it here alone"
-    ),
-)
 def test_weights_on_the_way_not_taken_stay(optimizer):
     agree(beside(Searching, optimizer, varied, cross_entropy))
 

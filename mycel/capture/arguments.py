@@ -23,7 +23,7 @@ from mycel.ir import Role, Var
 
 
 def check_arguments(fn: Callable[..., Any], tree: Tree) -> None:
-    """CaptureError for what of an argument hides tensors."""
+    """CaptureError for what of an argument hides tensors, or is an iterator."""
     for path, node in _argument_nodes(fn, tree):
         value = node.key
         if node.kind != "static" or isinstance(value, torch.nn.Module):
@@ -31,7 +31,12 @@ def check_arguments(fn: Callable[..., Any], tree: Tree) -> None:
         kind = f"the argument {path}, of type {type(value).__qualname__},"
         if isinstance(value, np.ndarray):
             raise refuse(f"{kind} is an array of {value.dtype}, of which torch has no tensors", "numbers, or a list")
-        if isinstance(value, Iterator) or holds_tensors(value, arrays=True):
+        if isinstance(value, Iterator):
+            raise refuse(
+                f"{kind} is an iterator: how far it is, Python alone knows",
+                "next(…) before the call, and its item as the argument; or the iterator as an attribute of the model",
+            )
+        if holds_tensors(value, arrays=True):
             raise refuse(
                 f"{kind} holds arrays or tensors that cannot be seen",
                 "a StaticCache that a first call has filled: it has one size"

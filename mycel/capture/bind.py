@@ -44,6 +44,7 @@ from mycel.capture.function import Captured
 from mycel.capture.state import Guarded, Location, holds, is_static, is_there, owner, shadowed_by
 from mycel.capture.tree import Tree, as_leaf, attributes, has_slots, maker
 from mycel.capture.versions import DICTS_TELL, TENSORS_TELL, TensorTypes, dict_of, dict_versions, dict_word, is_plain
+from mycel.ops.effects import texts_of
 
 MISS = object()
 NEVER = (None, ())  # versions of dicts, and the state they held, where they were never looked at
@@ -438,6 +439,9 @@ class _GuardWriter:
             case "rows":
                 rows = f"{parts[0]}[{parts[1]}]"
                 return f"*{rows}.tolist()" if tree.key.keywords["is_number"] and numbers else f"*{rows}.unbind()"
+            case "text":
+                texts = f"{self.constant(texts_of, 'texts_of')}(({', '.join(parts)},), *{self.constant(tree.key, 'T')})"
+                return f"''.join({texts})"
         template, keys = tree.key
         if template is dict or type(template) is dict:
             return f"dict(zip({self.constant(keys, 'keys')}, ({''.join(p + ', ' for p in parts)})))"

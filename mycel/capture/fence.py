@@ -126,13 +126,15 @@ READS = {
     "__round__": "a rounded Python number was asked of",
     "__contains__": "membership was asked of",
     "__format__": "text was asked of",
+    "__repr__": "text was asked of",
     "data_ptr": "the address was asked of",
     "__hash__": "a set or a dict looks for the value of",
 }
 
 
-def refuse_read(name: str) -> CaptureError:
-    """Reading the value of a traced tensor.  Where a library decides by it, it is captured once more, rewritten."""
+def refuse_read(name: str, source: str = "") -> CaptureError:
+    """Reading the value of a traced tensor, on the user's current line or that of an equation.  Where a library decides
+    by it, it is captured once more, rewritten."""
     if name == "__bool__":
         _open_library()
         hint = _decision_hint()
@@ -141,7 +143,8 @@ def refuse_read(name: str) -> CaptureError:
             "keep it a tensor (0-dim tensors index, compare and multiply), or compute it outside and pass it as an "
             "argument"
         )
-    return refuse(f"{READS[name]} a traced tensor, whose value is not known while the program is captured", hint)
+    what = f"{READS[name]} a traced tensor, whose value is not known while the program is captured"
+    return refuse(what, hint, source)
 
 
 def _decision_hint() -> str:

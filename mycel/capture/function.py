@@ -46,6 +46,7 @@ from mycel.capture.state import (
 )
 from mycel.capture.structures import Structures
 from mycel.capture.syntax import drawn_state, enter, refuse_draws
+from mycel.capture.syntax.printing import with_texts
 from mycel.capture.trace import CAPTURING, TRACING, Tracer
 from mycel.capture.tracing import traced_by
 from mycel.capture.tree import Tree, flatten, flatten_arguments
@@ -245,6 +246,10 @@ def _capture(
         with tracer:
             results = [tracer.cell(x).read() for x in outs]
             copies = copied(tracer, outs)
+            if tracer.texts:
+                everything: list[tuple[Var, bool]] = []
+                out_tree = with_texts(tracer, out_tree, zip(results, copies, strict=True), everything)
+                results, copies = [v for v, _ in everything], [is_copy for _, is_copy in everything]
             for number in counted.values():
                 number.end(tracer)
         kept_lists.put_back()
@@ -260,7 +265,7 @@ def _capture(
         copies += rebound + kept
         effects += toggles(tracer) + cleared_grads(tracer)
         tracer.refuse_rows(results, "they are what the program returns or keeps")
-        _refuse_text(tracer, [out_tree, *(tree for _, tree in effects)])
+        _refuse_text(tracer, [tree for _, tree in effects])
     except BaseException as e:
         untouched.put_back()
         undo(places)
@@ -314,10 +319,11 @@ def _capture(
 
 
 def _refuse_text(tracer: Tracer, trees: Sequence[Tree]) -> None:
-    """CaptureError for text of traced tensors that lives on: it would be that of one call."""
+    """CaptureError for text of traced tensors that is kept: it would be that of one call."""
     kept = [value for tree in trees for value in tree.statics() if isinstance(value, str)] if tracer.texts else []
-    if any(text in value for text in tracer.texts for value in kept):
-        raise refuse_read("__format__")
+    for text, value in tracer.texts.items():
+        if any(text in held for held in kept):
+            raise refuse_read("__format__", value.source)
 
 
 def _facts(tracer: Tracer, names: Mapping[Var, str], updates: Sequence[Var]) -> tuple[Facts, ...]:

@@ -330,12 +330,12 @@ def _lift_fresh(tracer: Tracer, x: torch.Tensor) -> Any:
 def _read(tracer: Tracer, name: str, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """A Python value asked of a tensor: known for constants, a fact where the batch decides, else refused.  Text and
     addresses are no part of what is computed: they decide nothing."""
-    if name == "__format__" and (x.ndim or args == ("",)):
-        return x.as_text("format") if type(x) is Traced else repr(x)
+    if name in ("__format__", "__repr__"):
+        return _text(tracer, name, x, *args, **kwargs)
     if name == "__contains__":
         with tracer.mode:
             return _read(tracer, "__bool__", (x == args[0]).any())
-    value = tracer.concrete(x) if name in ("__format__", "data_ptr") else tracer.fact(x)
+    value = tracer.concrete(x) if name == "data_ptr" else tracer.fact(x)
     if value is None and name == "item" and x.numel() == 1:
         return as_number(tracer, x)
     if value is None and name == "tolist" and x.numel() <= MOST_NUMBERS:
@@ -344,6 +344,20 @@ def _read(tracer: Tracer, name: str, x: torch.Tensor, *args: Any, **kwargs: Any)
         raise refuse_read(name)
     with _disable_current_modes():
         return getattr(torch.Tensor, name)(value, *args, **kwargs)
+
+
+def _text(tracer: Tracer, name: str, x: torch.Tensor, form: str = "", **kwargs: Any) -> str:
+    """Text of a tensor, which is that of each call, also where it is one that the code reaches."""
+    is_format = name == "__format__" and (x.ndim == 0 or type(x) is Traced)
+    known = tracer.concrete(x) if type(x) is Traced and form else None
+    known = x if type(x) is not Traced and id(x) not in tracer.places.tensors else known
+    if known is not None:
+        with _disable_current_modes():
+            return format(known, form) if is_format else repr(known)
+    if is_format:
+        return tracer.text_of(x, f"format:{form}" if form else "format")
+    kind = "Parameter containing:\n" if name == "__format__" and isinstance(x, torch.nn.Parameter) else ""
+    return kind + tracer.text_of(x, "trained" if x.requires_grad else "text")
 
 
 def _numbers(tracer: Tracer, x: torch.Tensor) -> Any:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import logging
 import random
 import sys
+import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from mycel.capture.trace import TRACING
+from mycel.capture.trace import TRACING, Patch
 
 
 @contextlib.contextmanager
@@ -38,6 +42,30 @@ def suspended() -> Iterator[None]:
 
 
 _PLAIN_KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+@contextlib.contextmanager
+def unheard() -> Iterator[None]:
+    """What code prints, logs and warns of in here is said when it runs in earnest."""
+    thread, log = threading.get_ident(), logging.Logger.handle
+
+    def handle(logger: logging.Logger, record: logging.LogRecord) -> None:
+        if threading.get_ident() != thread:
+            log(logger, record)
+
+    patches = [
+        Patch(logging.Logger, "handle", handle),
+        # not by simplefilter, which makes Python forget what was warned of already
+        Patch(warnings, "filters", [("ignore", None, Warning, None, 0)]),
+    ]
+    for patch in patches:
+        patch.set()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        for patch in patches:
+            patch.unset()
 
 
 class CountedOperators(TorchDispatchMode):

@@ -14,7 +14,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -57,17 +57,9 @@ class Traced(torch.Tensor):
         )
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return self.as_text("number" if self.weak else "text")
-
-    def as_text(self, form: str) -> str:
-        """What stands for its text while code is captured: print finds the value that it is of (`show`)."""
-        record = self.tracer
-        if not record.running:
+        if not self.tracer.running:
             return f"Traced({self.cell.var})"
-        with record:
-            text = f"Traced({len(record.texts)}: {self.cell.var.type})"
-            record.texts[text] = self.cell.read(), form
-        return text
+        return self.tracer.text_of(self, "number" if self.weak else "text")
 
     def __round__(self, digits: int | None = None) -> Any:
         """Python rounds as decimal numbers are written."""
@@ -78,6 +70,17 @@ class Traced(torch.Tensor):
         if self.weak:
             raise refuse_read("__hash__")
         return id(self)
+
+
+class TextOf(NamedTuple):
+    """Text of a value: how it is written (`ops/effects.py`), and the line that asked for it."""
+
+    var: Var
+    form: str
+    source: str
+
+
+_NUMBERS = itertools.count()  # of texts: those of two captures are not the same
 
 
 @dataclass
@@ -127,7 +130,7 @@ class Record(Builder):
         self.toggled: dict[int, tuple[torch.Tensor, bool]] = {}  # code set their requires_grad; what it was before
         self.frozen_tensors: dict[int, torch.Tensor] = {}  # … of these to False
         self.running = True  # a capture inside another may use the outer one's tensors while that is under way
-        self.texts: dict[str, tuple[Var, str]] = {}  # what stands for the text of a value, and how that is written
+        self.texts: dict[str, TextOf] = {}  # by what stands for it
         self.blocks: dict[str, Block] = {}  # finished inner blocks: of control flow and of derivatives
         self.shapes: dict[Any, str] = {}  # blocks by what they are up to names
         self.closed: set[Var] = set()  # values of inner blocks that are finished: nothing outside may use them
@@ -183,6 +186,14 @@ class Record(Builder):
         for region in self.manual:
             region.note(self.eqns[-1])
         return out
+
+    def text_of(self, x: torch.Tensor, form: str) -> str:
+        """What stands for the text of a tensor while code is captured: print finds the value that it is of (`show`)."""
+        cell = self.cell(x)
+        with self:
+            text = f"Traced({next(_NUMBERS)}: {cell.var.type})"
+            self.texts[text] = TextOf(cell.read(), form, here()[0])
+        return text
 
     def concrete(self, x: torch.Tensor) -> torch.Tensor | None:
         """The actual value of a traced tensor that depends on no input: computed now.  None if it does depend on

@@ -49,7 +49,7 @@ WITH_DATA = {
 
 
 class Patch:
-    """An attribute of torch's that is another one while code is traced."""
+    """An attribute of torch's or Python's that is another one while code is traced, or tried."""
 
     def __init__(self, owner: Any, name: str, traced: Any) -> None:
         self.owner, self.name, self.traced = owner, name, traced

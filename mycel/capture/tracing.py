@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NoReturn
@@ -28,6 +30,7 @@ from mycel.capture.modes import DispatchMode, FunctionMode
 from mycel.capture.plain import suspended
 from mycel.capture.skipped_masks import skipped_masks
 from mycel.capture.syntax import rewritten_forward
+from mycel.capture.syntax.printing import traced_handle, traced_warn
 from mycel.capture.trace import TRACING, Patch, Tracer
 
 
@@ -65,6 +68,8 @@ def traced_by(tracer: Tracer) -> Iterator[None]:
         Patch(os._Environ, "__getitem__", _noted_read(os._Environ.__getitem__)),
         Patch(torch, "from_numpy", _of_tensors(torch.from_numpy)),
         Patch(_IMPORTS, "_find_and_load", _plain_import(_IMPORTS._find_and_load)),
+        Patch(logging.Logger, "handle", traced_handle(logging.Logger.handle)),
+        Patch(warnings, "warn", traced_warn),
         *skipped_masks(),
         *(Patch(kind, "__call__", _unprofiled(kind.__call__)) for kind in _SCRIPTED),
         *(Patch(torch, name, _no_seed(name)) for name in (() if tracer.is_strict else SEEDS)),

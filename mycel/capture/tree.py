@@ -22,14 +22,15 @@ import torch
 from mycel.capture.caches import is_cache, is_static_cache
 from mycel.capture.fence import refuse
 from mycel.capture.maybe_items import LoopItems, MaybeItem, refuse_item
+from mycel.ops.effects import texts_of
 
 
 @dataclass(frozen=True)
 class Tree:
-    """kind: leaf | number | static | tuple | list | named | struct | dict | output | object, and of items whose number
-    depends on values, maybe (a value, and is it there) | rows (of a loop, and which are).
+    """kind: leaf | number | static | tuple | list | named | struct | dict | output | object | text (of tensors), and of
+    items whose number depends on values, maybe (a value, and is it there) | rows (of a loop, and which are).
 
-    `key` holds what identifies it: the value, the class, or (class or empty mapping, keys).
+    `key` holds what identifies it: the value, the class, (class or empty mapping, keys), or (parts, forms) of text.
     """
 
     kind: str
@@ -54,6 +55,8 @@ class Tree:
                 return self.key(parts)
             case "maybe" | "rows":
                 return self.key(*parts)
+            case "text":
+                return "".join(texts_of(parts, *self.key))
         template, names = self.key
         return rebuild(template, names, parts)
 

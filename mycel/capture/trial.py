@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mycel.capture.plain import CountedOperators, states_kept, suspended
+from mycel.capture.plain import CountedOperators, states_kept, suspended, unheard
 from mycel.capture.record import Traced
 from mycel.capture.sampling import counts, extremes, others, sample
 from mycel.capture.state import Container, Location, Reachable, contents, is_static, owner, put_back
@@ -396,19 +396,18 @@ class Trial:
 
     @contextlib.contextmanager
     def _placed(self, operands: Sequence[torch.Tensor], silent: bool = False) -> Iterator[None]:
-        """The operands lie where the code finds them; afterwards what was there does.  `silent`: files are not written
-        to."""
+        """The operands lie where the code finds them; afterwards what was there does.  `silent`: nothing is said,
+        and files are not written to."""
         held = [place for _, place in self.places] + [place for place, _, _ in self.tuples.values()]
         stands_in = [place for place in self.unfollowed if type(_read(place)) is Untouched]
         files = [(place, real) for place in self.unfollowed if isinstance(real := untouched(_read(place)), io.IOBase)]
         held += [*stands_in, *(place for place, _ in files)]
         before = [_read(place) for place in held]
         sinks = {id(real): sink(real) for _, real in files} if silent else {}
-        printed = contextlib.ExitStack()
+        said = contextlib.ExitStack()
         try:
             if silent:
-                printed.enter_context(contextlib.redirect_stdout(io.StringIO()))
-                printed.enter_context(contextlib.redirect_stderr(io.StringIO()))
+                said.enter_context(unheard())
             for place in stands_in:
                 place.write(untouched(place.read()))
             for place, real in files if silent else ():
@@ -423,7 +422,7 @@ class Trial:
                 _write(place, laid)
             yield
         finally:
-            printed.close()
+            said.close()
             self.laid.clear()
             for place, old in zip(held, before, strict=True):
                 _write(place, old)

@@ -15,6 +15,7 @@ from mycel.accumulation import Accumulation, CallWeights
 from mycel.buckets import CompiledSizes
 from mycel.capture import MISS, TRACING, Captured, make_room
 from mycel.capture import capture as capture_call
+from mycel.changing_values import CompiledValues
 from mycel.errors import PlanError, TrainError
 from mycel.expert_placement import Placement, SharedExperts, by_rank
 from mycel.feed import Arguments, Local, refuse_without_data, without_host_data
@@ -51,6 +52,7 @@ class Step(StepCompiler):
         self._evaluation: Forward | None = None
         self._adding: _Adding | None = None
         self._compiled_sizes = CompiledSizes()
+        self._compiled_values = CompiledValues()
         self.traced: StepTrace | None = None  # the last step that was
 
     def _spread(self, written: plan.Plan | None) -> None:
@@ -77,6 +79,7 @@ class Step(StepCompiler):
             out = self.prepare(*args, **kwargs).entries[0].call(args, kwargs)
         if self.settings.buckets is None:
             self._compiled_sizes.add(args, kwargs)
+        self._compiled_values.add(args, kwargs)
         assert out is not MISS, "a step does not fit the arguments it was made for"
         return out
 

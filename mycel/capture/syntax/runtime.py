@@ -8,11 +8,13 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import io
 import math
 import operator
 import re
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -42,7 +44,7 @@ from mycel.capture.syntax.list_places import (
 )
 from mycel.capture.syntax.lists import LISTS, each_apart, extreme, some, vary
 from mycel.capture.syntax.load import twin
-from mycel.capture.syntax.printing import traced_print
+from mycel.capture.syntax.printing import traced_print, traced_warn, traced_write
 from mycel.capture.syntax.rewrite import RUNTIME
 from mycel.capture.trace import TRACING, Tracer
 from mycel.capture.trial import NoIslandError
@@ -474,6 +476,8 @@ def call(fn: Any) -> Any:
         return functools.partial(_remembered, fn)
     if TRACING and is_list_method(fn):
         return list_method(fn)
+    if TRACING and isinstance(getattr(fn, "__self__", None), io.TextIOBase) and fn.__name__ in ("write", "writelines"):
+        return functools.partial(traced_write, fn)
     if TRACING and (flex := flex_rule(fn)) is not None:
         return flex
     run = twin(fn, _GIVEN)
@@ -601,6 +605,7 @@ def _linearize(fn: Callable[..., Any], *primals: Any) -> Any:
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     breakpoint: _breakpoint,
     print: traced_print,
+    warnings.warn: traced_warn,
     range: _range,
     bool: _bool,
     float: _number(float),
