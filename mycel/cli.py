@@ -530,8 +530,14 @@ def _run_config(run: Path, file: Path | None, folder: Path | None) -> Path:
 
 
 def _fail(error: MycelError, code: int) -> NoReturn:
-    """One clean message on stderr."""
-    typer.echo(f"{typer.style('error:', fg='red', bold=True)} {error}", err=True)
+    """One clean message on stderr; of several ranks that come to it, from one."""
+    say = lambda: typer.echo(f"{typer.style('error:', fg='red', bold=True)} {error}", err=True)
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        say()
+    else:
+        from mycel.run.rendezvous import say_once
+
+        say_once(error, say)
     raise typer.Exit(code) from None
 
 

@@ -14,8 +14,9 @@ ranks meet: at the address of the rendezvous, or at a free port of loopback.
                            store vanish)
 
 Each rank is a process group of its own, and whatever it started is killed when it has ended.  Rank 0 writes to the
-console; the others to RANK.log in a folder.  If one fails, its last words are shown, the logs go into the folder of the
-run (RUN/logs), and it is said how to go on from its last checkpoint.
+console; the others to RANK.log in a folder.  If one fails, its last words are shown (where several come to the same
+error, those of the one that says it), the logs go into the folder of the run (RUN/logs), and it is said how to go on
+from its last checkpoint.
 """
 
 from __future__ import annotations
@@ -211,10 +212,11 @@ class LocalRanks:
             return 128 + self.asked[0] if self.asked and not self.all else 0
         if self.asked:
             return 128 + self.asked[0] if self.failed.process.returncode == -signal.SIGKILL else self.failed.code
-        lines = [f"error: {self.failed.fate}"]
-        if self.failed.log is not None:
-            words = self.failed.log.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
-            place = self._log(self.failed)
+        speaker = self._speaker(self.failed)
+        lines = [f"error: {speaker.fate}"]
+        if speaker.log is not None:
+            words = speaker.log.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
+            place = self._log(speaker)
             lines += [*([f"  log       {place}"] if place else []), *(f"  | {line}" for line in words)]
         lines += self._way_on()
         print("\n".join(lines), file=sys.stderr, flush=True)
@@ -242,6 +244,17 @@ class LocalRanks:
         if not self.asked:
             self.deadline = min(self.deadline, time.monotonic() + FOLLOW_S)
             self._with_store(tell)
+
+    def _speaker(self, rank: Rank) -> Rank:
+        """Who says why a rank failed: itself, or another of these that failed for the same reason."""
+        speakers = [rank]
+
+        def ask(store: Any, run: Any) -> None:
+            if store.check([key := run.speaker_key(rank.rank)]):
+                speakers.extend(each for each in self.all if each.rank == int(store.get(key)))
+
+        self._with_store(ask)
+        return speakers[-1]
 
     def _log(self, rank: Rank) -> Path | None:
         """Where the log of a rank is in the end; None: nowhere, and on the console."""

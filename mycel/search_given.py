@@ -14,15 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from typing import Any
 
 from mycel.errors import PlanError
 from mycel.plan.compression import AUTO, CANDIDATES, EXACT, auto_budget, read_codec, usual_loss
+from mycel.plan.names import near
 from mycel.plan.places import Place, read_places
+from mycel.plan.plan import KEYS, STAGE_AXIS, refuse_number_at_once
 from mycel.plan.schedule import stages_a_rank
+from mycel.plan.synchronising import read_policy
 from mycel.plan.zero import read_zero
-from mycel.search_space import AXES, Shape
+from mycel.search_space import AXES, BATCH, Shape
 
 PASSED_ON = ("parameters", "activations", "sums", "recompute")
 KNOWN = ("mesh", "zero", "microbatches", "stages", "schedule", "place", "offload", "compress", *PASSED_ON)
@@ -51,22 +53,24 @@ class Given:
     def read(data: Mapping[str, Any]) -> Given:
         for name in data:
             if name not in (*KNOWN, *FOLLOWS):
-                close = get_close_matches(str(name), KNOWN, 1)
+                _refuse_misspelt(name, data[name])
+                whole = "a whole plan, with its mesh, for  mycel train"
                 raise PlanError(
                     f"the search decides nothing beside {name!r}\n  known     {', '.join(KNOWN)}\n"
-                    f"  try       {close[0] if close else 'a whole plan, with its mesh, for  mycel train'}"
+                    f"  try       {whole if name in KEYS else near(name, KNOWN, whole)}"
                 )
-        mesh, zero, parts = data.get("mesh"), data.get("zero"), data.get("microbatches")
-        unknown = [a for a in mesh or () if a not in AXES]
-        if unknown:
-            raise PlanError(f"the search knows no axis {unknown[0]!r}\n  known     {', '.join(AXES)}")
-        level, _, levels = read_zero(zero, "the plan")
+        mesh, zero, parts = _mesh(data.get("mesh")), data.get("zero"), data.get("microbatches")
+        if parts is not None and (not isinstance(parts, int) or isinstance(parts, bool) or parts < 1):
+            raise PlanError(f"microbatches: {parts!r}\n  try       a whole number, at least 1")
+        level, over, levels = read_zero(zero, "the plan")
+        for axis in over:
+            _refuse_axis(f"zero: {zero}", axis, mesh, AXES)
         offload = data.get("offload")
-        codecs, is_compressed = _codecs(data.get("compress"))
+        codecs, is_compressed = _codecs(data.get("compress"), mesh)
         return Given(
-            dict(mesh) if mesh else None,
+            mesh or None,
             level if zero is not None else None,
-            int(parts) if parts else None,
+            parts,
             *_stages(data),
             None if offload in (None, "none") else offload,
             codecs,
@@ -117,9 +121,15 @@ def _places(data: Mapping[str, Any]) -> tuple[tuple[Place, ...], bool]:
 
 def _stages(data: Mapping[str, Any]) -> tuple[int | None, str | None]:
     stages, schedule = data.get("stages"), data.get("schedule")
+    if schedule is not None:
+        stages_a_rank(schedule)
     if stages is None:
         return None, schedule
-    count = int(stages) if isinstance(stages, (int, str)) else len(stages) + 1
+    if not isinstance(stages, int) or isinstance(stages, bool) or stages < 1:
+        names = isinstance(stages, (list, tuple))
+        what = f"stages: {stages!r}" + ": the search decides where stages begin" * names
+        raise PlanError(f"{what}\n  try       {f'stages: {len(stages)}' if names else 'a whole number, at least 1'}")
+    count = stages
     a_rank = stages_a_rank(schedule or "1f1b")
     if count % a_rank:
         raise PlanError(
@@ -129,16 +139,57 @@ def _stages(data: Mapping[str, Any]) -> tuple[int | None, str | None]:
     return count, schedule
 
 
-def _codecs(entry: Any) -> tuple[tuple[str, ...], bool]:
+def _mesh(entry: Any) -> dict[str, int]:
+    """Sizes by axis; nothing where the search decides."""
+    if not isinstance(entry or {}, Mapping):
+        raise PlanError(f"mesh: {entry!r}\n  try       sizes by axis, such as  mesh: {{dp: 4}}")
+    for axis in entry or ():
+        if axis not in AXES:
+            hint = f"stages: {entry[axis]}" if axis == STAGE_AXIS else near(axis, AXES)
+            raise PlanError(
+                f"mesh: the search knows no axis {axis!r}\n  known     {', '.join(AXES)}\n  try       {hint}"
+            )
+    return dict(entry or {})
+
+
+def _refuse_axis(where: str, axis: Any, mesh: Mapping[str, int], known: tuple[str, ...]) -> None:
+    """PlanError for an axis that no plan has, or that the mesh has not."""
+    there = [a for a in known if a in mesh] if mesh else list(known)
+    if axis not in there:
+        shown = (
+            f"  the mesh  {', '.join(f'{a}={n}' for a, n in mesh.items())}\n"
+            if mesh
+            else f"  known     {', '.join(known)}\n"
+        )
+        hint = near(axis, there) if there else f"a mesh with {near(axis, known)}"
+        what = f"{axis} does not split the batch" if axis in (mesh or AXES) else f"there is no axis {axis!r}"
+        raise PlanError(f"{where}: {what}\n{shown}  try       {hint}")
+
+
+def _refuse_misspelt(name: str, said: Any) -> None:
+    """PlanError for what is wrong with a key of a plan that the search does not decide: no whole plan could have it."""
+    if name == "sync" and isinstance(said, Mapping):
+        for axis, policy in said.items():
+            read_policy(axis, policy)
+            _refuse_axis("sync", axis, {}, BATCH)
+    elif name == "at_once":
+        refuse_number_at_once(said)
+
+
+def _codecs(entry: Any, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], bool]:
     """(what may be picked, is there no choice?)"""
     if not entry:
         return (), False
-    said = next(iter(entry.values())) if isinstance(entry, Mapping) and len(entry) == 1 else entry
-    budget = auto_budget(said, "compress")
+    where, said = "compress", entry
+    if isinstance(entry, Mapping) and len(entry) == 1:
+        axis, said = next(iter(entry.items()))
+        _refuse_axis(where, axis, mesh, BATCH)
+        where = f"compress: {axis}"
+    budget = auto_budget(said, where)
     if budget is not None:
         return tuple(c for c in CANDIDATES if c != EXACT and usual_loss(c) <= budget), False
     if not isinstance(said, str):
         raise PlanError(
             f"compress: {entry!r}\n  try       one codec for the search, such as  compress: {{dp: int8+ef}}"
         )
-    return ((said,), True) if read_codec(said, "compress") is not None else ((), False)
+    return ((said,), True) if read_codec(said, where) is not None else ((), False)

@@ -129,7 +129,7 @@ class SearchOrder:
             stages = f" in each of {self.given.pp} stages" if self.given.pp > 1 else ""
             raise PlanError(
                 f"the mesh has {Mesh(fixed).world} devices{stages}, the cluster {world}\n  the mesh  {Mesh(fixed)}"
-                f"\n  needs     {count} devices"
+                f"\n  try       a mesh of {world // self.given.pp}, or --cluster with {count} devices"
             )
         sizes: dict[str, Any] = dict(fixed)
         shape = Shape(**sizes)

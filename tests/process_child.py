@@ -363,6 +363,20 @@ def refused() -> None:
         ranks.agree({"plan": f"of rank {RANK}"})
 
 
+def error(late) -> None:
+    """Ranks 0 and 1 come to the same error, one of them after the other; rank 2 to another."""
+    import typer
+
+    from mycel.cli import _fail
+    from mycel.errors import PlanError
+
+    time.sleep(2 * (str(RANK) == late))
+    try:
+        _fail(PlanError("another mistake" if RANK == 2 else "no plan fits"), 2)
+    except typer.Exit as ends:
+        sys.exit(ends.exit_code)
+
+
 def fail(how) -> None:
     """Rank 1 fails while the others wait for it in a collective."""
     import torch
@@ -425,6 +439,7 @@ JOBS = {
     "laws": laws,
     "disagree": disagree,
     "refused": refused,
+    **{f"error-{late}": lambda late=late: error(late) for late in "01"},
     "meet": meet,
     **{
         f"fail-{how}": lambda how=how: fail(how) for how in ("kill", "early", "exit", "raise", "linger", "stop", "late")

@@ -255,6 +255,28 @@ def test_an_interrupt_is_130_and_silent():
     assert (child.returncode, err) == (130, "")
 
 
+INTERRUPTED_AT_IMPORT = """
+import importlib.abc, os, runpy, signal, sys
+
+class Interrupting(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == module:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+module, sys.argv = sys.argv[1], ["mycel", "train", "--dry-run"]
+runpy.run_module("mycel", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("module", ["mycel.cli", "typer", "pydantic", "mycel.train.loop", "torch", "numpy._core"])
+def test_an_interrupt_of_an_import_is_130_and_silent(module):
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_AT_IMPORT, module], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 def test_ranks_are_started_with_the_same_arguments(ran, monkeypatch):
     started: list[tuple] = []
     monkeypatch.setattr("mycel.cli.launch", lambda *arguments: started.append(arguments) or 7)

@@ -256,6 +256,26 @@ def test_a_refusal_reaches_all_where_rank_0_holds_the_store(tmp_path):
         assert "+of rank 2" in told
 
 
+@pytest.mark.parametrize(("started_by", "late"), [("launch", 0), ("launch", 1), ("torchrun", 0), ("nobody", 1)])
+def test_an_error_that_ranks_come_to_is_said_once(started_by, late, tmp_path, capfd):
+    """By the first of them, which is shown also where it writes to a log; a rank with another error says that."""
+    job, env = [CHILD, f"error-{late}"], {**os.environ, **QUICK}
+    if started_by == "launch":
+        assert run(f"error-{late}", 2, tmp_path) == 2
+        assert ("no plan fits" in (tmp_path / "logs" / "1.log").read_text()) == (late == 0)
+    elif started_by == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-addr", "127.0.0.1"]
+        done = subprocess.run([*command, "--master-port", str(free_port()), *job], env=env, timeout=100, check=False)
+        assert done.returncode == 1
+    else:
+        place = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        ranks = [subprocess.Popen([sys.executable, *job], env={**env, **place, "RANK": str(r)}) for r in range(3)]
+        assert [rank.wait(100) for rank in ranks] == [2, 2, 2]
+    shown = capfd.readouterr().err
+    assert shown.count("no plan fits") == 1, shown
+    assert ("another mistake" in shown) == (started_by == "nobody")
+
+
 @pytest.mark.parametrize("job", ["meet", "fail-kill"])
 def test_hosts_meet_and_a_death_on_one_ends_the_others(job, tmp_path, capfd):
     """Two launchers, as on two hosts, one rank each."""

@@ -345,7 +345,7 @@ def test_the_clock_counts_a_message_once_in_h_steps():
     ({"sync": "diloco"}, "an axis and a policy"),
     ({"sync": {"pp": "local(H=2)"}}, "there is no axis 'pp'"),
     ({"sync": {"tp": "local(H=2)"}}, "tp does not split the batch"),
-    ({"sync": {"dp": "dilocco(H=2)"}}, r"no such policy\n  known     every step, local.*\n  try       diloco"),
+    ({"sync": {"dp": "dilocco(H=2)"}}, r"no policy 'dilocco'\n  known     every step.*\n  try       diloco"),
     ({"sync": {"dp": "diloco"}}, r"H is not said\n  try       diloco\(H=50\)"),
     ({"sync": {"dp": "diloco(H=0)"}}, "H is 0"),
     ({"sync": {"dp": "diloco(H=2, beta=1)"}}, "diloco has no option 'beta'"),

@@ -368,4 +368,4 @@ def choice_text(seconds: Mapping[str, float], chosen: str) -> str:
 
 
 def _hint(axes: Sequence[str]) -> str:
-    return f"compress: {{{axes[0]}: int8+ef}}" if axes else "a mesh with an axis that splits the batch"
+    return f"compress: {{{axes[0]}: int8+ef}}" if axes else "an axis that splits the batch:  batch: [dp, -]"

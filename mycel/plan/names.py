@@ -1,4 +1,4 @@
-"""Names of parameters, for a refusal of a pattern that matches none of them."""
+"""Names for refusals: parameters near a pattern that matches none of them, and what is near a misspelt word."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 
 SHOWN = 3
+
+
+def near(word: object, known: Iterable[str], otherwise: str = "") -> str:
+    """What to try instead of a word that is not known."""
+    known = list(known)
+    others = known[0] if len(known) == 1 else f"one of {', '.join(known)}"
+    return next(iter(get_close_matches(str(word), known, 1)), otherwise or others)
 
 
 def unmatched(pattern: str, names: Iterable[str]) -> str:

@@ -64,7 +64,7 @@ from mycel.plan.compression import (
     refuse_split_momentum,
 )
 from mycel.plan.decided import Decided, Predicted
-from mycel.plan.names import unmatched
+from mycel.plan.names import near, unmatched
 from mycel.plan.offload import UNSAID, Offload
 from mycel.plan.places import Place, place_of, places_data, places_mesh, read_places, refuse_beside_places
 from mycel.plan.plan_file import plan_data, plan_yaml
@@ -83,6 +83,12 @@ STAGE_AXIS = "pp"  # of the mesh of a pipeline: the slowest, ranks of one stage 
 RECOMPUTE = ("auto", "full", "none")
 ADDED_WIDE = "added in fp32"
 SUMS = ("as computed", "fp32", ADDED_WIDE)
+
+
+def refuse_number_at_once(said: object) -> None:
+    """PlanError for another number of microbatches at once than those there are programs for."""
+    if said not in (1, 2):
+        raise PlanError(f"at_once: {said!r}\n  try       1, or 2 microbatches")
 
 
 @dataclass(frozen=True)
@@ -130,11 +136,11 @@ class Plan:
             )
         read_layout([list(self.over)], self.mesh, "zero")
         if self.recompute not in RECOMPUTE:
-            raise PlanError(f"recompute: {self.recompute!r}\n  known     {', '.join(RECOMPUTE)}")
+            raise PlanError(f"recompute: {self.recompute!r}\n  try       {near(self.recompute, RECOMPUTE)}")
         if not isinstance(self.microbatches, int) or isinstance(self.microbatches, bool) or self.microbatches < 1:
             raise PlanError(f"microbatches: {self.microbatches!r}\n  try       a whole number, at least 1")
         if self.sums not in SUMS:
-            raise PlanError(f"sums: {self.sums!r}\n  known     {', '.join(SUMS)}")
+            raise PlanError(f"sums: {self.sums!r}\n  try       {near(self.sums, SUMS)}")
         self._refuse_at_once()
         read_monitor(self.monitor)
         phases, _ = read_phases(self.compress)
@@ -198,8 +204,7 @@ class Plan:
 
     def _refuse_at_once(self) -> None:
         """PlanError for microbatches that cannot go through a device at once."""
-        if self.at_once not in (1, 2):
-            raise PlanError(f"at_once: {self.at_once!r}\n  try       1, or 2 microbatches")
+        refuse_number_at_once(self.at_once)
         if self.at_once == 1:
             return
         others = {"place": self.place, "offload": not self.offload.is_none}

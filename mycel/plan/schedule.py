@@ -36,6 +36,7 @@ from functools import cached_property
 from typing import Any
 
 from mycel.errors import PlanError
+from mycel.plan.names import near
 
 FORWARD, BACKWARD, WEIGHT = "F", "B", "W"
 KINDS = (FORWARD, BACKWARD, WEIGHT)
@@ -464,7 +465,10 @@ def stages_a_rank(name: str) -> int:
     word, *more = str(name).split()
     numbers = [int(n) for n in more if n.isdigit()]
     if word not in SCHEDULES or len(more) > (word == "interleaved") or len(numbers) < len(more) or 0 in numbers:
-        raise PlanError(f"schedule: {name!r}\n  known     {', '.join(SCHEDULES)}; interleaved 3: three stages a rank")
+        raise PlanError(
+            f"schedule: {name!r}\n  known     {', '.join(SCHEDULES)}; interleaved 3: three stages a rank\n"
+            f"  try       {near(word, SCHEDULES, '1f1b')}"
+        )
     return numbers[0] if numbers else {"zbv": 2, "dualpipev": 2, "interleaved": 2}.get(word, 1)
 
 

@@ -23,12 +23,12 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any
 
 from mycel.errors import PlanError
 from mycel.ir import Layout, Mesh
 from mycel.plan.compression import CompressedAxis
+from mycel.plan.names import near
 
 EVERY_STEP = "every step"
 OUTER = {"lr": 0.7, "momentum": 0.9}
@@ -104,15 +104,18 @@ def read_sync(entry: Any, mesh: Mesh, batch_axes: Sequence[str]) -> SyncPolicy |
             f"sync: names {', '.join(map(str, entry))}\n"
             "  try       one axis, that of the slowest link: along others ranks step together"
         )
-    hint = f"sync: {{{batch_axes[0]}: diloco(H=50)}}" if batch_axes else "a mesh with an axis that splits the batch"
+    policy = read_policy(axis, entry[axis])
+    hint = f"sync: {{{batch_axes[0]}: diloco(H=50)}}" if batch_axes else f"batch: [{axis}, -]  beside it"
     if axis not in mesh:
-        raise PlanError(f"sync: there is no axis {axis!r}\n  the mesh  {mesh}\n  try       {hint}")
+        raise PlanError(
+            f"sync: there is no axis {axis!r}\n  the mesh  {mesh}\n  try       {near(axis, mesh.axes, hint)}"
+        )
     if axis not in batch_axes:
         raise PlanError(
             f"sync: {axis} does not split the batch: ranks along it hold parts of one model, and step together\n"
             f"  try       {hint}"
         )
-    return read_policy(axis, entry[axis])
+    return policy
 
 
 def read_policy(axis: str, text: Any) -> SyncPolicy | None:
@@ -123,16 +126,19 @@ def read_policy(axis: str, text: Any) -> SyncPolicy | None:
     match = _TEXT.fullmatch(str(text))
     kind = match[1] if match else ""
     if match is None or kind not in POLICIES:
-        close = get_close_matches(kind, POLICIES, 1)
         known = ", ".join((EVERY_STEP, *(f"{name}(…)" for name in POLICIES)))
         raise PlanError(
-            f"{where}: no such policy\n  known     {known}\n  try       {close[0] if close else 'diloco'}(H=50)"
+            f"{where}: there is no policy {kind or text!r}\n  known     {known}\n"
+            f"  try       {sample(near(kind, POLICIES, 'diloco'))}"
         )
     options = dict(POLICIES[kind])
     for word in filter(None, (w.strip() for w in (match[2] or "").split(","))):
         name, _, value = (w.strip() for w in word.partition("="))
         if name not in options:
-            raise PlanError(f"{where}: {kind} has no option {name!r}\n  known     {', '.join(options)}")
+            raise PlanError(
+                f"{where}: {kind} has no option {name!r}\n  known     {', '.join(options)}\n"
+                f"  try       {near(name, options)}"
+            )
         options[name] = _number(name, value, where)
     if missing := [name for name, value in options.items() if value is None]:
         raise PlanError(f"{where}: {missing[0]} is not said\n  try       {kind}({missing[0]}=50)")
@@ -150,6 +156,11 @@ def read_policy(axis: str, text: Any) -> SyncPolicy | None:
             f"  try       fragments={policy.every}"
         )
     return policy
+
+
+def sample(kind: str) -> str:
+    """A policy with the options that must be said, for a hint."""
+    return f"{kind}(H=50)" if POLICIES[kind].get("H", 0) is None else kind
 
 
 def _number(name: str, text: str, where: str) -> float:

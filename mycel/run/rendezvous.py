@@ -9,6 +9,8 @@ exists before any collective.
     run                the folder of the run, if it is one
     K/beat/RANK        of the K-th world that these processes make: where a rank is, written by its watch
     K/agree/N/…        the facts of the N-th agreement
+    says/HOST/HASH     the rank that says, for all ranks of a host, an error that several come to
+    speaker/RANK       that rank, once RANK has come to the error and leaves it to it
 
 A world at a loopback address listens on loopback only: the store's socket is bound to the address by which it is known,
 and the messages of a rank leave from the address by which it reaches the store.
@@ -38,6 +40,7 @@ DIFFERENCE_LINES = 12
 STOP = "stop"
 RUN = "run"  # the folder of a run, for whoever started its ranks
 GOODBYE_S = 20.0  # how long a rank that is refused waits for others to read why
+SPOKEN_WITHIN_S = 5.0  # an error that another rank says; longer, and this rank says it too
 LATER_S = 60.0  # timeouts of torch and of the store come after that of the watch, which says more
 
 
@@ -70,6 +73,46 @@ def connect(host: str, port: int, within_s: float) -> dist.Store:
 def tell(store: dist.Store, why: str) -> str:
     """End the world; the first reason stays, and is what this returns."""
     return store.compare_set(STOP, "", why).decode()
+
+
+def say_once(error: Exception, say: Callable[[], None]) -> None:
+    """Say an error, unless another rank of this host comes to the same and says it.  Whoever leaves it to another ends
+    later: at the first exit, torchrun ends all."""
+    try:
+        place = seat()
+        if place.hosting and Rendezvous.held is None:
+            Rendezvous.held = _held(place)
+        store = connect(place.host, place.port, SPOKEN_WITHIN_S)
+        text = hashlib.sha256(f"{type(error).__name__} {error}".encode()).hexdigest()
+        key = f"says/{os.environ.get('GROUP_RANK', '0')}/{text}"
+        speaker = int(store.compare_set(key, "", str(place.rank)))
+    except (OSError, dist.DistError, RunError):  # nobody to ask
+        say()
+        return
+    if speaker == place.rank:
+        say()
+    with suppress(dist.DistError):
+        if speaker == place.rank:
+            store.set(f"{key}/said", "")
+        elif _comes_true(lambda: store.check([f"{key}/said"])):
+            store.set(speaker_key(place.rank), str(speaker))
+        else:
+            say()
+        store.add(f"{key}/heard", 1)
+        if place.hosting:
+            _comes_true(lambda: store.add(f"{key}/heard", 0) >= place.world)
+
+
+def speaker_key(rank: int) -> str:
+    """Where the store has who says the error of this rank, if that is another."""
+    return f"speaker/{rank}"
+
+
+def _comes_true(what: Callable[[], bool]) -> bool:
+    end = time.monotonic() + SPOKEN_WITHIN_S
+    while not (true := what()) and time.monotonic() < end:
+        time.sleep(0.02)
+    return true
 
 
 def is_loopback(host: str) -> bool:
@@ -114,6 +157,12 @@ def seat() -> Seat:
     return Seat(rank, world, local_rank, given["MASTER_ADDR"], port, hosting=rank == 0 and not held)
 
 
+def _held(seat: Seat) -> dist.Store:
+    """The store of a world that nobody else holds it for."""
+    family = socket.AF_INET6 if ":" in seat.host else socket.AF_INET
+    return serve(socket.create_server((seat.host, seat.port), family=family, backlog=4096), seat.host)
+
+
 class Rendezvous:
     """A process at its seat, connected to the store; each has keys of its own, the same on all ranks that make as
     many."""
@@ -129,10 +178,7 @@ class Rendezvous:
         self.agreements = 0
         try:
             if seat.hosting and Rendezvous.held is None:
-                family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-                Rendezvous.held = serve(
-                    socket.create_server((self.host, self.port), family=family, backlog=4096), self.host
-                )
+                Rendezvous.held = _held(seat)
             self.all = self.connect()
         except (OSError, dist.DistError) as e:
             what = f"rank {self.rank} does not reach the store at {self.host}:{self.port}: {str(e).splitlines()[0]}"

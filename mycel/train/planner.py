@@ -22,6 +22,7 @@ from mycel.errors import PlanError
 from mycel.parts import UnshardedStep
 from mycel.plan import hardware_of
 from mycel.plan.cluster import Cluster
+from mycel.plan.plan_file import plan_data
 from mycel.search import Search
 from mycel.search_space import any_plan
 from mycel.sizes import parse_bytes
@@ -62,7 +63,10 @@ def _given(config: Config) -> dict[str, Any]:
     """What holds in every plan."""
     given: dict[str, Any] = {"mesh": dict(config.parallel.mesh)} if config.parallel.mesh else {}
     given |= {"microbatches": config.train.accumulate} if config.train.accumulate > 1 else {}
-    return given | (config.parallel.plan if isinstance(config.parallel.plan, dict) else {})
+    plan = config.parallel.plan
+    if isinstance(plan, str) and plan != "auto":
+        plan_data(plan)  # the search is not bound by it, but a name that nothing has is a mistake
+    return given | (plan if isinstance(plan, dict) else {})
 
 
 def question_of(name: str, cluster: Cluster, say: Say = lambda text: None, settings: Sequence[str] = ()) -> Search:
