@@ -90,7 +90,7 @@ class OneDevice:
     model: nn.Module
     batch: Mapping[str, Any]
     optimizer: torch.optim.Optimizer
-    made: Any
+    unsharded: Any
 
     @staticmethod
     def of(
@@ -101,18 +101,18 @@ class OneDevice:
         return OneDevice(model, batch, optimizer, step.unsharded(**batch))
 
     def under(self, written: Plan, hardware: Hardware = CPU, compiled: bool = False) -> lower.Distributed:
-        given, gathered = ShardedModel(self.model, self.optimizer, written).given(self.made)
-        return spread(self.made.program, written, given, gathered, hardware, compiled)
+        given, gathered = ShardedModel(self.model, self.optimizer, written).given(self.unsharded)
+        return spread(self.unsharded.program, written, given, gathered, hardware, compiled)
 
 
 def start_values(one: OneDevice, seed: int = 0, poison: bool = False) -> list[torch.Tensor]:
     """Inputs of the step's program: the batch, the model's state, optimiser state by chance; `poison`: a weight is
     infinite."""
-    c, gen = one.made.captured, torch.Generator().manual_seed(seed)
+    c, gen = one.unsharded.captured, torch.Generator().manual_seed(seed)
     values: list[torch.Tensor] = []
     last = list(c.state)[-1]
-    for v in one.made.program.inputs:
-        role = one.made.program.role(v)
+    for v in one.unsharded.program.inputs:
+        role = one.unsharded.program.role(v)
         if role.kind == "batch":
             values.append(one.batch[role.name])
         elif v.name in c.state:
@@ -138,7 +138,7 @@ def start_values(one: OneDevice, seed: int = 0, poison: bool = False) -> list[to
 def step_equals(one: OneDevice, written: Plan, seed: int = 0, poison: bool = False) -> lower.Distributed:
     """Results, new parameters, buffers and optimiser state under a plan are those of one device."""
     found = one.under(written)
-    compared(one.made.program, found, written.mesh, start_values(one, seed, poison))
+    compared(one.unsharded.program, found, written.mesh, start_values(one, seed, poison))
     return found
 
 

@@ -54,9 +54,9 @@ class Tied(nn.Module):
 def local_program(one: OneDevice, inner: Plan | None) -> tuple[Program, lower.Distributed | None]:
     """What a rank of a stage would run if there was one stage."""
     spread = one.under(inner) if inner is not None and inner.mesh.world > 1 else None
-    local = transform.simplify(spread.local if spread is not None else one.made.program)
+    local = transform.simplify(spread.local if spread is not None else one.unsharded.program)
     fused = transform.fuse(local if spread is None else lower.hoist(local))
-    return plain_sums(check(fused), one.made.body), spread
+    return plain_sums(check(fused), one.unsharded.body), spread
 
 
 def random_starts(local: Program, body: str, stages: int, rng: random.Random) -> list[str]:
@@ -77,8 +77,8 @@ def pipeline_equals(
     written and read back."""
     local, spread = known or local_program(one, inner)
     if isinstance(starts, random.Random):
-        starts = random_starts(local, one.made.body, schedule.stages, starts)
-    pipeline = pipelined(local, one.made.body, starts, schedule, "pp")
+        starts = random_starts(local, one.unsharded.body, schedule.stages, starts)
+    pipeline = pipelined(local, one.unsharded.body, starts, schedule, "pp")
     programs = [check(lower.overlap(p)) for p in pipeline.programs]
     assert known is not None or all(Program.parse(str(p), p.consts) == p for p in programs)
     mesh = inner.mesh if spread is not None and inner is not None else Mesh()
@@ -95,7 +95,7 @@ def stages_equal(
     poison: bool = False,
 ) -> None:
     """The programs of the ranks of a pipeline, run together, give what the serial step does."""
-    serial, values = one.made.program, start_values(one, seed, poison)
+    serial, values = one.unsharded.program, start_values(one, seed, poison)
     layouts = spread.inputs if spread is not None else [Layout.whole(v.type.ndim) for v in serial.inputs]
     given = {
         serial.role(v): spread_out(x, layout, mesh) for v, x, layout in zip(serial.inputs, values, layouts, strict=True)

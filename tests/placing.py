@@ -65,10 +65,10 @@ def task_of(
     one: OneDevice, written: Plan, budget: int | None = None, compiled: bool = False, hardware: Hardware = CPU
 ) -> Task:
     def at_place(i: int, program: Program) -> Any:
-        made = type(one.made)(one.made.captured, program, one.made.groups, one.made.results, one.made.body)
+        made = type(one.unsharded)(one.unsharded.captured, program, one.unsharded.groups, one.unsharded.results, one.unsharded.body)
         return ShardedModel(one.model, one.optimizer, written.at_place(i)).given(made)
 
-    return Task(one.made.program, one.made.body, hardware, compiled, budget=budget, at_place=at_place)
+    return Task(one.unsharded.program, one.unsharded.body, hardware, compiled, budget=budget, at_place=at_place)
 
 
 def placed_equals(
@@ -82,7 +82,7 @@ def placed_equals(
 def places_equal(one: OneDevice, written: Plan, done: Lowered, seed: int = 0, poison: bool = False) -> None:
     """The programs of all places, run together, give what the serial step does."""
     assert done.pipeline is not None
-    n, serial = len(one.made.program.results), one.made.program
+    n, serial = len(one.unsharded.program.results), one.unsharded.program
     wanted = interpret(serial, start_values(one, seed, poison))
     news = dict(zip(serial.updates, wanted[n:], strict=True))
     seen: set[str] = set()
@@ -104,7 +104,7 @@ def placed_results(
     assert done.pipeline is not None
     programs, places = done.pipeline.programs, written.places
     assert all(Program.parse(str(p), p.consts) == p for p in programs)
-    serial, values = one.made.program, start_values(one, seed, poison)
+    serial, values = one.unsharded.program, start_values(one, seed, poison)
     by_role = {serial.role(v): x for v, x in zip(serial.inputs, values, strict=True)}
     meshes = [p.mesh for p in places]
 

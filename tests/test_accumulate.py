@@ -151,7 +151,7 @@ def test_the_gradient_is_of_the_numbers_that_were_drawn():
     model = Meets("dropped").double()
     one = OneDevice.of(model, {"x": torch.randn(8, 6, dtype=torch.float64)}, torch.optim.SGD(model.parameters(), 1.0),
                        accumulate=4)  # fmt: skip
-    program, values = one.made.program, start_values(one)
+    program, values = one.unsharded.program, start_values(one)
     at = {v.name: i for i, v in enumerate(program.inputs)}
     for v in program.inputs_of("hyper"):
         values[at[v.name]] = torch.tensor(float(program.role(v).name.startswith("lr")), dtype=v.dtype)

@@ -31,9 +31,9 @@ def test_a_shared_expert_runs_beside_the_exchange():
     x = torch.randn(32, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     one = OneDevice.of(Shared(), {"x": x})
     plan = Plan(Mesh(ep=2), SPLIT, ["ep"])
-    inputs = ShardedModel(one.model, one.optimizer, plan).given(one.made)
-    decided, done = planned(Task(one.made.program, one.made.body, CPU, False, *inputs), plan)
-    compared(one.made.program, done.spread, plan.mesh, start_values(one), done.program)
+    inputs = ShardedModel(one.model, one.optimizer, plan).given(one.unsharded)
+    decided, done = planned(Task(one.unsharded.program, one.unsharded.body, CPU, False, *inputs), plan)
+    compared(one.unsharded.program, done.spread, plan.mesh, start_values(one), done.program)
     spans = [products for block in done.program.blocks.values() for products in under_way(block)]
     there, back, *backward = [products - {"experts", "experts_grad"} for products in spans]
     assert there and back and set().union(*backward) >= {"matmul", "linear_weight"}

@@ -387,7 +387,7 @@ def test_messages_that_recomputation_sends_again_are_charged(one):
     costs = Costs(program, CPU, False, links)
     times, sent = {}, {}
     for how in ("none", "full"):
-        decided = plan.decide(lambda prices: under(program, one.made.body, costs, prices), 0, costs, None, how)
+        decided = plan.decide(lambda prices: under(program, one.unsharded.body, costs, prices), 0, costs, None, how)
         local, times[how] = decided.program, decided.times
         runs = lower.sent(local)
         sent[how] = sum(runs.values())
@@ -428,7 +428,7 @@ def test_a_dear_message_is_kept_where_a_free_one_is_sent_again(one):
     sent = []
     for link in (Link(1e15, 0.0), Link(1e6, 1e-2)):
         costs = Costs(program, CPU, False, Links(mesh, link))
-        kept = plan.residuals(program, one.made.body, costs, [1e-9])
+        kept = plan.residuals(program, one.unsharded.body, costs, [1e-9])
         sent.append(sum(lower.sent(lower.reside(program, kept)).values()))
     assert sent[0] > sent[1] == sum(lower.sent(program).values())
 

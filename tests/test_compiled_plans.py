@@ -77,8 +77,8 @@ def on_gpu(one: OneDevice, plan: Plan) -> tuple[Task, Plan, Lowered]:
     if plan.place:
         task = task_of(one, plan, compiled=True, hardware=GPU)
     else:
-        given = ShardedModel(one.model, one.optimizer, plan.inside).given(one.made)
-        task = Task(one.made.program, one.made.body, GPU, True, *given)
+        given = ShardedModel(one.model, one.optimizer, plan.inside).given(one.unsharded)
+        task = Task(one.unsharded.program, one.unsharded.body, GPU, True, *given)
     return task, *planned(task, plan)
 
 
@@ -101,7 +101,7 @@ def test_compiled_is_serial(kind, cases):
         elif done.pipeline is not None:
             stages_equal(one, done.pipeline.programs, done.spread, plan.inside.mesh)
         elif done.spread is not None:
-            compared(one.made.program, done.spread, plan.mesh, start_values(one), done.program)
+            compared(one.unsharded.program, done.spread, plan.mesh, start_values(one), done.program)
         else:
-            wanted, results = (interpret(p, start_values(one)) for p in (one.made.program, done.program))
+            wanted, results = (interpret(p, start_values(one)) for p in (one.unsharded.program, done.program))
             assert all(torch.allclose(x, y, rtol=1e-10, atol=1e-10) for x, y in zip(results, wanted, strict=True))

@@ -57,11 +57,11 @@ class Compressed:
         patterns = dict.fromkeys(COMPRESSED, written.pop("codec"))
         self.plan = Plan.read({"batch": ["dp"], **written, "compress": {"dp": patterns}})
         step = mycel.train_step(self.model, optimizer, plan=self.plan, compile=False, **settings)
-        self.made = step.unsharded(**self.batch)
-        task = step._task(self.made)
+        self.unsharded = step.unsharded(**self.batch)
+        task = step._task(self.unsharded)
         task = Task(task.program, task.body, CPU, False, task.inputs, task.gathered)
         self.lowered = planned(task, self.plan)[1]
-        self.program = self.made.program
+        self.program = self.unsharded.program
         self.names = [*(str(self.program.role(v)) for v in self.program.inputs)]
 
     def values(self, poison: bool = False) -> dict[str, torch.Tensor]:
@@ -110,7 +110,7 @@ class Compressed:
 
     @property
     def captured(self):  # what `start_values` asks for
-        return self.made.captured
+        return self.unsharded.captured
 
 
 def numbers(x: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,7 @@ def test_a_step_in_16_bits(names, sizes):
     mesh = Mesh(sizes)
     found = one.under(Plan.read(names, mesh))
     values = start_values(one)
-    serial = interpret(one.made.program, values)
+    serial = interpret(one.unsharded.program, values)
     parts = [spread_out(x, layout, mesh) for x, layout in zip(values, found.inputs, strict=True)]
     got = simulate(check(found.local), mesh, parts)
     for i in (0, 1):  # the loss, the norm

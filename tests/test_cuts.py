@@ -73,7 +73,7 @@ def test_a_large_head_leaves_its_stage_few_layers():
     def layers_of_last(vocabulary: int) -> int:
         one = OneDevice.of(Words(vocabulary), {"ids": torch.zeros(256, 16, dtype=torch.long)}, accumulate=4)
         local, _ = local_program(one, None)
-        flow = StepFlow(local, one.made.body)
+        flow = StepFlow(local, one.unsharded.body)
         blocks = cut_blocks(flow, Clock(CPU), CPU_LINK)
         starts = [blocks[i].unit for i in best_cut(blocks, 2, 4)]
         stages = cut(flow, starts)
@@ -93,7 +93,7 @@ def test_a_large_vocabulary_is_cut_for_by_the_clock():
         model = LlamaForCausalLM(config)
         ids = torch.zeros(4, 128, dtype=torch.long)
     one = OneDevice.of(model, {"input_ids": ids, "labels": ids}, accumulate=4)
-    task = Task(one.made.program, one.made.body, CPU)
+    task = Task(one.unsharded.program, one.unsharded.body, CPU)
     equal = ("model.embed_tokens", "model.layers.4", "model.layers.8", "model.layers.12")
     searched, given = (LaidOut.of(task, Plan(Mesh(), stages=stages)).under([0.0]) for stages in (4, equal))
     longest = [max(map(sum, zip(o.steps.forward, o.steps.backward, strict=True))) for o in (searched, given)]
@@ -106,7 +106,7 @@ def test_a_budget_moves_the_cut():
     one = OneDevice.of(Words(16), {"ids": torch.zeros(512, 16, dtype=torch.long)}, accumulate=8)
 
     def under(budget: int | None) -> tuple[int, int, float]:
-        task = Task(one.made.program, one.made.body, CPU, budget=budget)
+        task = Task(one.unsharded.program, one.unsharded.body, CPU, budget=budget)
         decided, done = planned(task, Plan(Mesh(), stages=2, recompute="none"))
         owners = done.pipeline.owners
         first = [r for r, at in owners.items() if r.kind == "parameter" and r.name.endswith("weight") and 0 in at]

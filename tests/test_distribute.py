@@ -277,7 +277,7 @@ def test_half_precision(precision, names, sizes):
     one = OneDevice.of(MODELS["llama"][0](), text(), precision=precision)
     found = one.under(Plan.read(names, Mesh(sizes)))
     values = start_values(one)
-    serial = interpret(one.made.program, values)[0]
+    serial = interpret(one.unsharded.program, values)[0]
     parts = [spread_out(x, layout, Mesh(sizes)) for x, layout in zip(values, found.inputs, strict=True)]
     assert all(torch.allclose(loss, serial, rtol=4e-3) for loss in simulate(check(found.local), Mesh(sizes), parts)[0])
 
@@ -302,10 +302,10 @@ def test_what_a_rank_holds_under_zero():
     one = OneDevice.of(*made("llama"))
     found = one.under(Plan.read("zero3", Mesh(dp=4)))
     sizes = lambda program: sum(v.type.bytes for v in program.inputs if v.dtype.is_floating_point and v.type.ndim)
-    assert sizes(found.local) <= 0.27 * sizes(one.made.program)
+    assert sizes(found.local) <= 0.27 * sizes(one.unsharded.program)
     gradients = next(e for _, e in walk(found.local) if e.op.name == "adam")
     count = gradients.params["count"]
-    whole = next(e for e in one.made.program.main.eqns if e.op.name == "adam")
+    whole = next(e for e in one.unsharded.program.main.eqns if e.op.name == "adam")
     mine, all_ = (sum(v.type.bytes for v in e.inputs[4 * count : 5 * count]) for e in (gradients, whole))
     assert mine <= 0.27 * all_
 
@@ -383,10 +383,10 @@ def test_what_is_computed_again_is_the_same_on_ranks(names, sizes):
     found = one.under(Plan.read(names, mesh))
     program = check(transform.simplify(found.local))
     costs = Costs(program, CPU, False)
-    full = residuals(program, one.made.body, costs, [1.0])  # a byte is dearer than computing anything
+    full = residuals(program, one.unsharded.body, costs, [1.0])  # a byte is dearer than computing anything
     assert any(d.seconds for d in full.pairs)
     local = check(lower.overlap(check(lower.hoist(lower.reside(program, full)))))
-    compared(one.made.program, found, mesh, start_values(one), local)
+    compared(one.unsharded.program, found, mesh, start_values(one), local)
 
 
 def test_all_ranks_make_the_same_program():

@@ -85,7 +85,7 @@ def test_packed_models_on_ranks(names, sizes):
     config = transformers.LlamaConfig(**LLAMA, use_cache=False)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float64)
     one = OneDevice.of(model, packed(0))
-    assert {structure(eqn) for eqn in attentions(one.made.program)} == {("causal", 1)}
+    assert {structure(eqn) for eqn in attentions(one.unsharded.program)} == {("causal", 1)}
     step_equals(one, Plan.read(names, Mesh(sizes)))
 
 

@@ -259,8 +259,8 @@ def test_any_routing_is_exact_on_ranks(how, chosen, experts, message):
 
 
 def lowered_under(one: OneDevice, plan: Plan) -> mycel.lower.Lowered:
-    inputs = ShardedModel(one.model, one.optimizer, plan).given(one.made)
-    return planned(Task(one.made.program, one.made.body, CPU, False, *inputs), plan)[1]
+    inputs = ShardedModel(one.model, one.optimizer, plan).given(one.unsharded)
+    return planned(Task(one.unsharded.program, one.unsharded.body, CPU, False, *inputs), plan)[1]
 
 
 def test_rows_travel_to_experts_in_fewer_bytes():
@@ -272,7 +272,7 @@ def test_rows_travel_to_experts_in_fewer_bytes():
         codec: Plan(mesh, SPLIT, ["ep"], send={"experts": codec} if codec else {}) for codec in ("", "fp32", "int8")
     }
     values = start_values(one)
-    serial = interpret(one.made.program, values)
+    serial = interpret(one.unsharded.program, values)
     sent = {}
     for codec, near in (("", 1e-9), ("fp32", 1e-5), ("int8", 5e-2)):
         found = lowered_under(one, plans[codec])
@@ -303,7 +303,7 @@ def test_a_rank_is_priced_for_its_share(chosen):
     for name in ("experts", "experts_grad"):
         whole, own = (
             next(e.op.cost(e.input_types, e.params).flops for _, e in walk(p) if e.op.name == name)
-            for p in (one.made.program, local)
+            for p in (one.unsharded.program, local)
         )
         assert own == whole / 2
 
@@ -328,10 +328,10 @@ def test_half_precision_on_ranks(sizes):
     """The same loss up to the rounding of 16 bits; the weights that a router gives stay in 32."""
     mesh = Mesh(sizes)
     one = OneDevice.of(family("mixtral"), text(), precision="bf16")
-    layer = next(e for _, e in walk(one.made.program) if e.op.name == "experts")
+    layer = next(e for _, e in walk(one.unsharded.program) if e.op.name == "experts")
     assert [t.dtype for t in layer.input_types[:4:2]] == [torch.bfloat16, torch.float32]
     found, values = one.under(Plan.read(*sizes, mesh)), start_values(one)
-    serial = interpret(one.made.program, values)[0]
+    serial = interpret(one.unsharded.program, values)[0]
     parts = [spread_out(x, layout, mesh) for x, layout in zip(values, found.inputs, strict=True)]
     assert all(torch.allclose(loss, serial, rtol=4e-3) for loss in simulate(found.local, mesh, parts)[0])
 

@@ -75,7 +75,7 @@ def test_a_part_is_fed_as_the_whole_is_and_gives_the_results_of_one_device(seed)
     values, fed = start_values(one, seed), []
     for rank, parts in enumerate(ranks_of(plan, model, one.optimizer)):
         layouts = dict(zip((v.name for v in found.whole.inputs), found.inputs, strict=True))
-        feed = feed_of(one.made.captured, one.made.program, layouts, plan.mesh, rank)
+        feed = feed_of(one.unsharded.captured, one.unsharded.program, layouts, plan.mesh, rank)
         mine = [data[v.name][parts.slices(v.name, v.shape)] for v in feed.inputs]
         assert [type_of(x) for x in mine] == [v.type for v in feed.parts()]
         assert len(mine[0]) == len(parts.rows(len(data["x"])))
@@ -86,7 +86,7 @@ def test_a_part_is_fed_as_the_whole_is_and_gives_the_results_of_one_device(seed)
         fed.append(from_part[:2])
     state = [spread_out(x, layout, plan.mesh) for x, layout in zip(values[2:], found.inputs[2:], strict=True)]
     got = simulate(ready_to_run(found), plan.mesh, [*map(list, zip(*fed, strict=True)), *state])
-    for want, parts, layout in zip(interpret(one.made.program, values), got, found.outputs, strict=True):
+    for want, parts, layout in zip(interpret(one.unsharded.program, values), got, found.outputs, strict=True):
         torch.testing.assert_close(put_together(parts, layout, type_of(want), plan.mesh), want, rtol=1e-10, atol=1e-10)
 
 

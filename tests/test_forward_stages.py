@@ -53,11 +53,11 @@ def held_by_stages(
     """What ranks hold of the model once such a step is cut; `known`: what a rank would run if there was one stage."""
     local = known or local_program(one, inner)[0]
     if isinstance(starts, random.Random):
-        starts = random_starts(local, one.made.body, schedule.stages, starts)
-    stages = pipelined(local, one.made.body, starts, schedule, "pp")
+        starts = random_starts(local, one.unsharded.body, schedule.stages, starts)
+    stages = pipelined(local, one.unsharded.body, starts, schedule, "pp")
     sizes = inner.mesh.sizes() if inner is not None else {}
     parts = ShardedModel(one.model, one.optimizer, inner or Plan(Mesh()))
-    parts.given(one.made)
+    parts.given(one.unsharded)
     parts.plan = Plan(
         Mesh({"pp": schedule.ranks, **sizes}), *([inner.parameters, inner.batch] if inner else [{}, []]),
         zero=inner.zero if inner else 0, over=inner.over if inner else (), stages=schedule.ranks,
@@ -123,7 +123,7 @@ def test_evaluated_in_stages_is_serial(inner):
         kind = rng.randint(1, 2), rng.choice([0.0, 0.2])
         one, forward = tied_step(*kind)
         local = known[kind][0] if kind in known else local_program(one, INNER[inner])[0]
-        units = len(StepFlow(local, one.made.body).units)
+        units = len(StepFlow(local, one.unsharded.body).units)
         schedule = named(SCHEDULES[case % len(SCHEDULES)], rng.randint(2, 4), 4)
         schedule = schedule if schedule.stages <= units else named("1f1b", 2, 4)
         parts = held_by_stages(one, schedule, rng, INNER[inner], local)
@@ -167,7 +167,7 @@ def normed() -> tuple[OneDevice, dict[str, torch.Tensor]]:
 
 
 def at_modules(one: OneDevice, *names: str) -> list[str]:
-    flow = StepFlow(local_program(one, None)[0], one.made.body)
+    flow = StepFlow(local_program(one, None)[0], one.unsharded.body)
     return [flow.block.eqns[i].outputs[0].name for i in starts_of(flow, names)]
 
 

@@ -229,8 +229,8 @@ def test_ranks_update_their_own_part(names, sizes):
     one = OneDevice.of(Stack(), tokens(), clip_norm=1.0)
     for offload in ("none", UPDATED):
         written = Plan.read({**Plan.read(names, mesh).data(), "offload": offload})
-        inputs, gathered = ShardedModel(one.model, one.optimizer, written).given(one.made)
-        task = Task(one.made.program, one.made.body, CPU, False, inputs, gathered)
+        inputs, gathered = ShardedModel(one.model, one.optimizer, written).given(one.unsharded)
+        task = Task(one.unsharded.program, one.unsharded.body, CPU, False, inputs, gathered)
         decided, done = planned(task, written)
         assert any(e.on_host for e in done.program.main.eqns) == (offload != "none")
         assert str(planned(task, decided)[1].program) == str(done.program)

@@ -52,17 +52,17 @@ def one() -> OneDevice:
 
 
 def lowered(one: OneDevice, plan: Plan) -> tuple[Plan, Lowered]:
-    given, gathered = ShardedModel(one.model, one.optimizer, plan).given(one.made)
-    return planned(Task(one.made.program, one.made.body, CPU, False, given, gathered), plan)
+    given, gathered = ShardedModel(one.model, one.optimizer, plan).given(one.unsharded)
+    return planned(Task(one.unsharded.program, one.unsharded.body, CPU, False, given, gathered), plan)
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_two_at_once_are_one_after_the_other(name, one):
     plan = Plan.read({**PLANS[name], "microbatches": 4, "at_once": 2})
     decided, done = lowered(one, plan)
-    loop = next(e for e in done.program.main.eqns if e.params.get("body") == one.made.body)
+    loop = next(e for e in done.program.main.eqns if e.params.get("body") == one.unsharded.body)
     assert loop.params["length"] == 2
-    compared(one.made.program, done.spread, plan.mesh, start_values(one), done.program)
+    compared(one.unsharded.program, done.spread, plan.mesh, start_values(one), done.program)
     assert str(lowered(one, Plan.read(decided.data()))[1].program) == str(done.program)
 
 
@@ -86,13 +86,13 @@ def test_towers_whose_rows_meet_go_two_at_once(plan):
     ids = torch.randint(2, 49, (8, 6))
     batch = {"input_ids": ids, "pixel_values": torch.randn(8, 3, 8, 8).double(), "return_loss": True}
     one = OneDevice.of(CLIPModel(config).double(), batch, accumulate=4, clip_norm=0.5)
-    assert one.made.body == one.made.program.entry
+    assert one.unsharded.body == one.unsharded.program.entry
     plan = Plan.read({**plan, "microbatches": 4, "at_once": 2})
     decided, done = lowered(one, plan)
     scans = [e for e in done.program.main.eqns if e.op is scan]
     assert [e.params["length"] for e in scans] == [2, 2] and [e.params.get("reverse", False) for e in scans] == [0, 1]
     assert any(e.op is o.begin for e in done.program.blocks[scans[0].params["body"]].eqns)
-    compared(one.made.program, done.spread, plan.mesh, start_values(one), done.program)
+    compared(one.unsharded.program, done.spread, plan.mesh, start_values(one), done.program)
     assert str(lowered(one, Plan.read(decided.data()))[1].program) == str(done.program)
 
 
@@ -114,8 +114,8 @@ def test_regions_leave_sums_alone():
     split = {"mesh": {"tp": 2}, "parameters": LLAMA}
     for more in ({**split, "at_once": 2}, {"stages": 2, "schedule": "zbv"}, {**split, "stages": 2, "at_once": 2}):
         plan = Plan.read({"microbatches": 4, **more})
-        given, gathered = ShardedModel(one.model, one.optimizer, plan.inside).given(one.made)
-        task = Task(one.made.program, one.made.body, gpu, True, given, gathered)
+        given, gathered = ShardedModel(one.model, one.optimizer, plan.inside).given(one.unsharded)
+        task = Task(one.unsharded.program, one.unsharded.body, gpu, True, given, gathered)
         decided, done = planned(task, plan)
         again = planned(task, Plan.read(decided.data()))[1]
         assert done.regions and again.regions_of == done.regions_of
@@ -136,8 +136,8 @@ STAGED = {
 
 def in_stages(one: OneDevice, name: str, at_once: int) -> tuple[Plan, Task, Plan, Lowered]:
     plan = Plan.read({**STAGED[name], "stages": ["embed", "layers.1"], "microbatches": 4, "at_once": at_once})
-    given, gathered = ShardedModel(one.model, one.optimizer, plan.inside).given(one.made)
-    task = Task(one.made.program, one.made.body, CPU, False, given, gathered)
+    given, gathered = ShardedModel(one.model, one.optimizer, plan.inside).given(one.unsharded)
+    task = Task(one.unsharded.program, one.unsharded.body, CPU, False, given, gathered)
     return plan, task, *planned(task, plan)
 
 
@@ -174,8 +174,8 @@ def test_pairs_are_serial(inner):
     for layers, dropout in ((1, 0.2), (2, 0.0)):
         one = tied(4, layers, dropout)
         local, spread = local_program(one, INNER[inner])
-        woven = plain_sums(interleave(local, one.made.body, staged=True), one.made.body)
-        flow, plain = StepFlow(woven, one.made.body), StepFlow(local, one.made.body)
+        woven = plain_sums(interleave(local, one.unsharded.body, staged=True), one.unsharded.body)
+        flow, plain = StepFlow(woven, one.unsharded.body), StepFlow(local, one.unsharded.body)
         single = {plain.block.eqns[i].outputs[0].name for i in plain.units}
         names = [name for i in flow.units[1:] if (name := flow.block.eqns[i].outputs[0].name) in single]
         for case, schedule_name in enumerate(WEAVES):
@@ -207,9 +207,9 @@ def test_rows_travel_beside_the_experts_of_the_other():
     split = {"up": ["ep", "-", "-"], "down": ["ep", "-", "-"]}
     plan = {"mesh": {"ep": 2}, "batch": ["ep"], "parameters": split, "microbatches": 4}
     plain, woven = (lowered(one, Plan.read({**plan, "at_once": k})) for k in (1, 2))
-    compared(one.made.program, woven[1].spread, Mesh(ep=2), start_values(one), woven[1].program)
+    compared(one.unsharded.program, woven[1].spread, Mesh(ep=2), start_values(one), woven[1].program)
     names = [e.params.get("op", e.op.name) + ("" if e.op.name != "finish" else " ends")
-             for e in woven[1].program.blocks[one.made.body].eqns]  # fmt: skip
+             for e in woven[1].program.blocks[one.unsharded.body].eqns]  # fmt: skip
     layer = names.index("experts")
     begun, ended = (names[:layer].count(name) for name in ("exchange_rows", "exchange_rows ends"))
     assert begun == 2 and ended == 1

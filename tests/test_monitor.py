@@ -95,7 +95,7 @@ def test_sub_models_on_meshes_of_their_own_are_measured_each_by_its_ranks():
     batch = {"pixels": torch.randn(12, 6).double(), "ids": torch.randint(0, 11, (12, 3))}
     one = one_of(Towers(1).double(), batch, plan)
     done = planned(task_of(one, plan), plan)[1]
-    serial = one.made.program
+    serial = one.unsharded.program
     given = {str(serial.role(v)): x for v, x in zip(serial.inputs, start_values(one), strict=True)}
     model = Towers(1).double()
     model.load_state_dict({name: given[f"parameter {name}"] for name, _ in model.named_parameters()})

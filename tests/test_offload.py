@@ -393,8 +393,8 @@ def test_ranks_move_their_own_part(names, sizes, make):
     one = OneDevice.of(make(), tokens(), clip_norm=1.0)
     for offload in ("none", EVERYTHING):
         written = Plan.read({**Plan.read(names, mesh).data(), "offload": offload})
-        inputs, gathered = ShardedModel(one.model, one.optimizer, written).given(one.made)
-        task = Task(one.made.program, one.made.body, CPU, False, inputs, gathered)
+        inputs, gathered = ShardedModel(one.model, one.optimizer, written).given(one.unsharded)
+        task = Task(one.unsharded.program, one.unsharded.body, CPU, False, inputs, gathered)
         decided, done = planned(task, written)
         assert bool(decided.decided.moved) == (offload != "none")
         assert str(planned(task, decided)[1].program) == str(done.program)

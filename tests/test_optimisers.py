@@ -127,21 +127,21 @@ def ready(name: str) -> tuple[OneDevice, list[torch.Tensor]]:
         step(**rows(i))
     one = OneDevice.of(model, rows(2), optimizer, clip_norm=0.5)
     kept = {}
-    for bound in one.made.groups:
+    for bound in one.unsharded.groups:
         kept |= zip(bound.group.state_roles(), bound.state(optimizer, {}, torch.device("cpu")), strict=True)
         kept |= {
             role: torch.as_tensor(x, dtype=torch.float64)
             for role, x in zip(bound.group.hyper_roles(), bound.hyper(optimizer), strict=True)
         }
     given = start_values(one)
-    return one, [kept.get(one.made.program.role(v), x) for v, x in zip(one.made.program.inputs, given, strict=True)]
+    return one, [kept.get(one.unsharded.program.role(v), x) for v, x in zip(one.unsharded.program.inputs, given, strict=True)]
 
 
 @pytest.mark.parametrize("written", PLANS, ids=lambda p: f"{p.mesh} zero{p.zero}")
 @pytest.mark.parametrize("name", SPREAD.values(), ids=SPREAD)
 def test_simulated_ranks_take_the_step_of_one_device(name, written):
     one, values = ready(name)
-    compared(one.made.program, one.under(written), written.mesh, values)
+    compared(one.unsharded.program, one.under(written), written.mesh, values)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -149,7 +149,7 @@ def test_simulated_ranks_take_the_step_of_one_device(name, written):
 def test_under_any_plan(name, seed):
     one, values = ready(name)
     written = random_plan(tensors(one.model), 1, random.Random(seed), most=8)
-    compared(one.made.program, one.under(written), written.mesh, values)
+    compared(one.unsharded.program, one.under(written), written.mesh, values)
 
 
 def test_in_two_processes(tmp_path):
@@ -165,7 +165,7 @@ def test_in_two_processes(tmp_path):
 def held(name: str, written: Plan, one: OneDevice) -> SimpleNamespace:
     """What a run holds under a plan, as far as `train.state` asks."""
     parts = ShardedModel(one.model, one.optimizer, written)
-    parts.given(one.made)
+    parts.given(one.unsharded)
     step = SimpleNamespace(parts=parts, counters=dict, messages=MessageState(parts))
     return SimpleNamespace(module=one.model, optimizer=one.optimizer, step=step)
 

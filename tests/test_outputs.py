@@ -116,7 +116,7 @@ def test_outputs_of_ranks_are_whole(written, accumulate):
     torch.manual_seed(0)
     one = OneDevice.of(NanoGPT().double(), {"idx": idx, "targets": targets}, outputs=True, accumulate=accumulate)
     laid = step_equals(one, written)
-    assert [x.type for x in one.made.program.results[1:2]] == [laid.whole.results[1].type]
+    assert [x.type for x in one.unsharded.program.results[1:2]] == [laid.whole.results[1].type]
     assert laid.outputs[1].is_whole and laid.whole.results[1].shape == (4, 5, 11)
 
 

@@ -278,11 +278,11 @@ def test_gradients_travel_encoded_inside_a_place(sync):
     assert encoded == [{"vision.layers.0.weight", "vision.out.weight"}, set()]
     vision = done.pipeline.programs[0]
     found = dict(zip(vision.updates, placed_results(one, written, done)[0][-len(vision.updates) :], strict=True))
-    inputs = ShardedModel(one.model, one.optimizer, flat).given(one.made)
-    alone = planned(Task(one.made.program, one.made.body, CPU, False, *inputs), flat)[1]
+    inputs = ShardedModel(one.model, one.optimizer, flat).given(one.unsharded)
+    alone = planned(Task(one.unsharded.program, one.unsharded.body, CPU, False, *inputs), flat)[1]
     given = [spread_out(x, layout, flat.mesh) for x, layout in zip(start_values(one), alone.spread.inputs, strict=True)]
     of_all = zip(
-        simulate(alone.program, flat.mesh, given), alone.spread.outputs, one.made.program.main.outputs, strict=True
+        simulate(alone.program, flat.mesh, given), alone.spread.outputs, one.unsharded.program.main.outputs, strict=True
     )
     whole = [put_together(x, layout, v.type, flat.mesh) for x, layout, v in of_all]
     wanted = dict(zip(alone.program.updates, whole[-len(alone.program.updates) :], strict=True))
@@ -302,7 +302,7 @@ def test_gradients_of_places_one_step_late(name, zero):
     written = Plan.read({**plan, **more, **({"zero": f"{zero} over dp"} if zero else {})})
     one = towers(written, zero, clip_norm=0.5)
     done = placed_equals(one, written, zero)
-    late = {one.made.program.role(v).of for v in one.made.program.inputs_of("delayed")}
+    late = {one.unsharded.program.role(v).of for v in one.unsharded.program.inputs_of("delayed")}
     assert late == {name for name, p in one.model.named_parameters() if p.requires_grad}
     for program, at in zip(done.pipeline.programs, written.places, strict=True):
         delayed, eqns = set(program.inputs_of("delayed")), program.main.eqns

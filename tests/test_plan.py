@@ -38,9 +38,9 @@ class Mlp(nn.Module):
 
 
 def task(one: OneDevice, given: Plan, compiled: bool = False, budget: int | None = None) -> Task:
-    inputs, gathered = ShardedModel(one.model, one.optimizer, given).given(one.made)
+    inputs, gathered = ShardedModel(one.model, one.optimizer, given).given(one.unsharded)
     hardware = KNOWN["H100"] if compiled else CPU
-    return Task(one.made.program, one.made.body, hardware, compiled, inputs, gathered, budget)
+    return Task(one.unsharded.program, one.unsharded.body, hardware, compiled, inputs, gathered, budget)
 
 
 def same_again(one: OneDevice, given: Plan, compiled: bool = False, budget: int | None = None) -> Plan:

@@ -142,7 +142,7 @@ def steps():
 def test_a_step_says_what_its_inputs_are(steps, name):
     """Names as in the state dict; each trained parameter has its state, each group its numbers."""
     one = steps[name]
-    program = one.made.program
+    program = one.unsharded.program
     found = {kind: {program.role(v).name for v in program.inputs_of(kind)} for kind in FORMS}
     assert found["parameter"] == {n for n, _ in one.model.named_parameters()}
     assert found["buffer"] == {n for n, _ in one.model.named_buffers()}
@@ -159,15 +159,15 @@ def test_a_step_says_what_its_inputs_are(steps, name):
 @pytest.mark.parametrize("name", ["fp32", "parts", "fp16"])
 def test_lowering_keeps_the_roles_of_a_step(steps, name):
     one = steps[name]
-    before = kept(one.made.program)
+    before = kept(one.unsharded.program)
     for written in (Plan.read("dp", Mesh(dp=2)), Plan.read("zero3", Mesh(dp=4))):
         found = one.under(written)
         for program in (found.whole, found.local, transform.simplify(found.local), ready_to_run(found)):
             assert kept(program) == before
-    program = one.made.program
+    program = one.unsharded.program
     costs = Costs(program, CPU, False)
     for price in (0.0, 1.0):
-        assert kept(check(lower.reside(program, residuals(program, one.made.body, costs, [price])))) == before
+        assert kept(check(lower.reside(program, residuals(program, one.unsharded.body, costs, [price])))) == before
 
 
 # -- values are bound by them

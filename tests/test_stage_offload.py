@@ -22,12 +22,12 @@ ALL = {**STATE, "parameters": "host", "gradients": "host"}
 
 
 def task_of(one: OneDevice, written: Plan, budget: int | None = None) -> Task:
-    inside = ShardedModel(one.model, one.optimizer, written.inside).given(one.made) if written.inside.mesh.axes else ()
-    return Task(one.made.program, one.made.body, CPU, False, *inside, budget=budget)
+    inside = ShardedModel(one.model, one.optimizer, written.inside).given(one.unsharded) if written.inside.mesh.axes else ()
+    return Task(one.unsharded.program, one.unsharded.body, CPU, False, *inside, budget=budget)
 
 
 def simulated(one: OneDevice, task: Task, written: Plan, done: Lowered) -> list:
-    mesh, serial = written.inside.mesh, one.made.program
+    mesh, serial = written.inside.mesh, one.unsharded.program
     laid = [(task.inputs or {}).get(i, Layout.whole(v.type.ndim)) for i, v in enumerate(serial.inputs)]
     given = {
         serial.role(v): spread_out(x, layout, mesh)

@@ -27,7 +27,7 @@ def laid_out(layers: int, plan: Plan | None = None) -> LaidOut:
     ids = torch.randint(0, 512, (8, 16))
     model = Tied(layers, width=64, vocabulary=512)
     one = OneDevice.of(model, {"ids": ids, "labels": ids}, accumulate=4, clip_norm=1.0)
-    return LaidOut.of(Task(one.made.program, one.made.body, CPU), plan or Plan(Mesh()))
+    return LaidOut.of(Task(one.unsharded.program, one.unsharded.body, CPU), plan or Plan(Mesh()))
 
 
 @pytest.fixture(scope="module")

@@ -91,7 +91,7 @@ def test_pipelined_is_serial(inner):
     for case in range(CASES[inner]):
         rng, at = random.Random(f"{inner} {case}"), case % len(MODELS)
         one, known, ranks = made_by_chance(at), programs[at], rng.randint(2, 4)
-        flow = StepFlow(known[0], one.made.body)
+        flow = StepFlow(known[0], one.unsharded.body)
         schedule = named(SCHEDULES[case % len(SCHEDULES)], ranks, flow.body.length)
         if schedule.stages > len(flow.units):
             schedule = named("1f1b", min(ranks, len(flow.units)), flow.body.length)
@@ -145,7 +145,7 @@ def test_kinds_of_steps(kind):
         one = OneDevice.of(Answering() if outputs else Normed(), batch, accumulate=2, outputs=outputs)
         starts = ["body.3"]
         local, _ = local_program(one, None)
-        flow = StepFlow(local, one.made.body)
+        flow = StepFlow(local, one.unsharded.body)
         names = [flow.block.eqns[i].outputs[0].name for i in starts_of(flow, ["body.0", *starts])]
         pipeline_equals(one, named("gpipe", 2, 2), names)
         return
@@ -158,7 +158,7 @@ def test_kinds_of_steps(kind):
 
 def at_layers(one: OneDevice, *layers: int, inner: Plan | None = None) -> tuple[Program, list[str]]:
     local, _ = local_program(one, inner)
-    flow = StepFlow(local, one.made.body)
+    flow = StepFlow(local, one.unsharded.body)
     starts = starts_of(flow, ["embed", *(f"layers.{i}" for i in layers)])
     return local, [flow.block.eqns[i].outputs[0].name for i in starts]
 
@@ -168,7 +168,7 @@ def test_what_is_sent(steps):
     the whole step alone; and the loss to everyone."""
     one = steps[4]
     local, starts = at_layers(one, 1, 2, 3)
-    pipeline = pipelined(local, one.made.body, starts, named("1f1b", 4, 4), "pp")
+    pipeline = pipelined(local, one.unsharded.body, starts, named("1f1b", 4, 4), "pp")
     sent = Counter()
     for rank, program in enumerate(pipeline.programs):
         for eqn in program.main.eqns:
@@ -185,7 +185,7 @@ def test_what_is_sent(steps):
 def test_who_holds_what(steps):
     one = steps[4]
     local, starts = at_layers(one, 2)
-    owners = pipelined(local, one.made.body, starts, named("1f1b", 2, 4), "pp").owners
+    owners = pipelined(local, one.unsharded.body, starts, named("1f1b", 2, 4), "pp").owners
     assert owners[Role("parameter", "embed.weight")] == (0, 1)
     assert owners[Role("state", "exp_avg", of="embed.weight")] == (0, 1)
     assert owners[Role("parameter", "layers.1.up.weight")] == (0,)
@@ -197,7 +197,7 @@ def test_weights_are_a_step_of_their_own(steps):
     """What is waited for holds no product of weights, and all of these are in the steps of weights."""
     one = steps[4]
     local, starts = at_layers(one, 2)
-    last = pipelined(local, one.made.body, starts, named("zbh1", 2, 4), "pp").programs[1]
+    last = pipelined(local, one.unsharded.body, starts, named("zbh1", 2, 4), "pp").programs[1]
 
     def operators(name: str) -> list[str]:
         eqns = last.blocks[name].eqns
@@ -275,7 +275,7 @@ def test_what_cannot_be_a_pipeline_is_told():
     few = tied(2, layers=1)
 
     def under(one: OneDevice, budget: int | None = None, **plan: object) -> None:
-        task = Task(one.made.program, one.made.body, CPU, budget=budget)
+        task = Task(one.unsharded.program, one.unsharded.body, CPU, budget=budget)
         planned(task, Plan.read(plan))
 
     cases = {
@@ -349,8 +349,8 @@ def test_statistics_stay_in_the_stage_of_their_norm(more):
     batch = {"x": torch.randn(16, 4).double(), "labels": torch.randint(0, 3, (16,))}
     one = OneDevice.of(Normed().double(), batch, accumulate=4)
     plan = Plan.read({"stages": ["body.0", "body.3"], "microbatches": 4, **more})
-    given = ShardedModel(one.model, one.optimizer, plan.inside).given(one.made)
-    _, done = planned(Task(one.made.program, one.made.body, CPU, False, *given), plan)
+    given = ShardedModel(one.model, one.optimizer, plan.inside).given(one.unsharded)
+    _, done = planned(Task(one.unsharded.program, one.unsharded.body, CPU, False, *given), plan)
     assert done.pipeline is not None
     kept = {role.name: ranks for role, ranks in done.pipeline.owners.items() if role.kind == "buffer"}
     assert kept["body.1.running_mean"] == (0,) and kept["body.4.running_mean"] == (1,)

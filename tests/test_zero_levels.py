@@ -36,14 +36,14 @@ def test_serial_is_parallel_and_less_is_gathered(one):
     for name, zero in (("all", "3 over dp"), ("mixed", MIXED)):
         found = one.under(plan_of(zero))
         local = ready_to_run(found)
-        compared(one.made.program, found, Mesh(dp=4), start_values(one), local)
+        compared(one.unsharded.program, found, Mesh(dp=4), start_values(one), local)
         counts[name] = gathers(found.local)
     assert 0 < counts["mixed"] < counts["all"]
 
 
 def test_each_kind_is_held_as_it_says(one):
     parts = ShardedModel(one.model, one.optimizer, plan_of(MIXED))
-    parts.given(one.made)
+    parts.given(one.unsharded)
     name = "model.layers.0.{}.weight".format
     for kind, is_split, state_is_split in (
         ("input_layernorm", False, True),
