@@ -70,7 +70,7 @@ def rotary(config: Any) -> None:
                 each["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
 
 
-def made(name: str) -> tuple[nn.Module, Any, int]:
+def model_of(name: str) -> tuple[nn.Module, Any, int]:
     import transformers as hf
     from transformers.models.auto import modeling_auto
 
@@ -136,7 +136,7 @@ def words(token: int, count: int, types: bool) -> dict[str, Any]:
 
 def captions(name: str) -> Made:
     """A small model of a family, with two images in two texts."""
-    model, config, token = made(name)
+    model, config, token = model_of(name)
     images = pixels(model, config)
     types = "mm_token_type_ids" in inspect.signature(model.forward).parameters
     count, seen = 4, 0

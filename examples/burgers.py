@@ -100,11 +100,11 @@ def train(steps: int = 1500, lbfgs: int = 40, points: int = 1000, seed: int = 0,
         torch.optim.LBFGS(net.parameters(), max_iter=20 * lbfgs, history_size=50, line_search_fn="strong_wolfe").step(
             fill
         )
-    found = error(net)
+    final_error = error(net)
     if not quiet:
         print(f"done         loss {float(fill()):.2e}   {time.perf_counter() - began:6.1f} s")
-        print(f"relative L2 error against the exact solution: {found:.2e}")
-    return found
+        print(f"relative L2 error against the exact solution: {final_error:.2e}")
+    return final_error
 
 
 if __name__ == "__main__":

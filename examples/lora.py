@@ -40,8 +40,8 @@ def run(folder: Path, name: str, steps: int, model: dict, data: Path) -> Path:
 
 
 def loss_on(model: Path, data: Path) -> float:
-    told = evaluate(model, [str(data)], print, last=False, length=32, device="cpu", as_json=False)
-    return float(told.split()[1])
+    report = evaluate(model, [str(data)], print, last=False, length=32, device="cpu", as_json=False)
+    return float(report.split()[1])
 
 
 def main(steps: int = 120) -> tuple[float, float]:

@@ -112,7 +112,7 @@ class Case:
         ]
         (out,) = self.program.main.outputs
         last = g.source("main", out)
-        found = []
+        combinations = []
         for pick in itertools.product(*(range(len(x)) for x in choices.values())):
             at = dict(zip(choices, pick, strict=True))
             seconds, size = (sum(alone[node][k][i] for node, k in at.items()) for i in (0, 1))
@@ -124,8 +124,8 @@ class Case:
             for source, node, operand, t in uses:
                 want = choices[node][at[node]]
                 seconds += moves.seconds(t, lies(source), want if isinstance(want, Layout) else want[0].ins[operand])
-            found.append((seconds + moves.seconds(out.type, lies(last), Layout.whole(out.type.ndim)), size))
-        return found
+            combinations.append((seconds + moves.seconds(out.type, lies(last), Layout.whole(out.type.ndim)), size))
+        return combinations
 
     def _alone(self, solver: Solver, node, choice, price) -> tuple[float, float]:
         """(seconds, bytes) of one node by itself."""
@@ -226,6 +226,6 @@ def compare(case: Case, every: list[tuple[float, float]], limit: float | None) -
     solver = case.solver(limit)
     solver.solve()
     close = 1e-9 * abs(least)
-    told = f"{case.program}\n{case.mesh} {case.given} limit {limit}: {solver.bound} <= {least} <= {solver.value}"
-    assert solver.bound <= least + close and least <= solver.value + close, told
-    assert solver.gap == 0 and solver.value <= least + close, told
+    message = f"{case.program}\n{case.mesh} {case.given} limit {limit}: {solver.bound} <= {least} <= {solver.value}"
+    assert solver.bound <= least + close and least <= solver.value + close, message
+    assert solver.gap == 0 and solver.value <= least + close, message

@@ -89,12 +89,12 @@ def ranks(folder: str, board: str, victim: int = -1, moment: int = 0, small: int
 
 def be_rank(rank: int, folder: str, board: Path, moment: int | None, small: bool) -> None:
     """One of them: it says what became of each save."""
-    told = 0
+    rounds = 0
 
     def share(text: str) -> list[str]:
-        nonlocal told
-        told += 1
-        mine, *_ = texts = [board / f"{told:04d}-{(rank + i) % MESH.world}" for i in range(MESH.world)]
+        nonlocal rounds
+        rounds += 1
+        mine, *_ = texts = [board / f"{rounds:04d}-{(rank + i) % MESH.world}" for i in range(MESH.world)]
         (part := board / f"part-{rank}").write_text(text)
         part.rename(mine)
         while not all(path.exists() for path in texts):

@@ -92,9 +92,9 @@ def together(mesh: Mesh, act: Callable[[MeshProcess], Any]) -> list[Any]:
         def share(text: str) -> list[str]:
             texts[rank] = text
             barrier.wait()
-            told = list(texts)
+            all_texts = list(texts)
             barrier.wait()
-            return told
+            return all_texts
 
         try:
             results[rank] = act(MeshProcess(mesh, rank, share))

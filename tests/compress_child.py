@@ -27,7 +27,7 @@ PLANS = {
 }
 
 
-def made(plan):
+def make_step(plan):
     torch.manual_seed(0)
     model = Small()
     is_sgd = "dgc" in str(plan)
@@ -42,7 +42,7 @@ def batch(i):
 
 def chosen_by_measurement() -> None:
     """`auto` measures the link: all ranks choose the same, and say what they have seen."""
-    step = made({"compress": {"dp": "auto"}}).prepare(**batch(0))
+    step = make_step({"compress": {"dp": "auto"}}).prepare(**batch(0))
     axis, link = step.link.axis, step.link.link
     assert axis == "dp" and link.bytes_s > 1e5 and {name for name, *_ in link.measured} >= {"all_reduce"}
     assert step.plan.decided.links["dp"] == link
@@ -118,7 +118,7 @@ def turned_exact(folder: Path) -> None:
 
 def disagreeing() -> None:
     """Ranks that do not encode alike are told so, with the parameter, before anything is sent."""
-    step = made({"compress": {"dp": {"up.weight": ("int8+ef", "int4+ef")[seat().rank]}}})
+    step = make_step({"compress": {"dp": {"up.weight": ("int8+ef", "int4+ef")[seat().rank]}}})
     try:
         step.prepare(**batch(0))
     except MycelError as error:
@@ -132,13 +132,13 @@ def main(folder: Path) -> None:
     disagreeing()
     turned_exact(folder)
     for name, plan in PLANS.items():
-        step = made(plan)
+        step = make_step(plan)
         for i in range(3):
             step(**batch(i))
         step.save(folder / name)
         whole = copy.deepcopy(step.state_dict())
         losses = [float(step(**batch(i))) for i in (3, 4, 5)]
-        again = made(plan).prepare(**batch(0))
+        again = make_step(plan).prepare(**batch(0))
         again.load(folder / name)
         assert [float(again(**batch(i))) for i in (3, 4, 5)] == losses, name
         mine, theirs = step.messages.tensors(), again.messages.tensors()
@@ -149,7 +149,7 @@ def main(folder: Path) -> None:
         torch.save(step.state_dict()["model"], folder / f"{name}-{seat().rank}.pt")
         if name != "mixed":
             continue
-        loaded = made(plan)  # from the whole, before anything is in parts: the same sum, held otherwise
+        loaded = make_step(plan)  # from the whole, before anything is in parts: the same sum, held otherwise
         loaded.load_state_dict(whole)
         loaded.prepare(**batch(3))
         assert abs(float(loaded(**batch(3))) - losses[0]) < 1e-6, name

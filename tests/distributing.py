@@ -38,27 +38,33 @@ def spread(
     compiled: bool = False,
 ) -> lower.Distributed:
     """A program over the ranks of a plan, its inputs given so."""
-    found = with_layouts(Task(program, program.entry, hardware, compiled, given, gathered), written)[1]
-    assert found is not None
-    return found
+    distributed = with_layouts(Task(program, program.entry, hardware, compiled, given, gathered), written)[1]
+    assert distributed is not None
+    return distributed
 
 
-def ready_to_run(found: lower.Distributed) -> Program:
-    return check(lower.overlap(check(lower.hoist(transform.simplify(found.local, ranks=True)))))
+def ready_to_run(distributed: lower.Distributed) -> Program:
+    return check(lower.overlap(check(lower.hoist(transform.simplify(distributed.local, ranks=True)))))
 
 
 def compared(
-    program: Program, found: lower.Distributed, mesh: Mesh, values: Sequence[torch.Tensor], local: Program | None = None
+    program: Program,
+    distributed: lower.Distributed,
+    mesh: Mesh,
+    values: Sequence[torch.Tensor],
+    local: Program | None = None,
 ) -> None:
     """Serial and simulated, on the same inputs; `local` is what the ranks run, if not what was found."""
-    local = local or ready_to_run(found)
+    local = local or ready_to_run(distributed)
     wanted = interpret(program, list(values))
     single = any(
         v.dtype == torch.float32 and v.type.ndim for b in program.blocks.values() for e in b.eqns for v in e.outputs
     )
-    got = simulate(local, mesh, [spread_out(x, layout, mesh) for x, layout in zip(values, found.inputs, strict=True)])
+    got = simulate(
+        local, mesh, [spread_out(x, layout, mesh) for x, layout in zip(values, distributed.inputs, strict=True)]
+    )
     assert len(got) == len(wanted)
-    for want, parts, layout, x in zip(wanted, got, found.outputs, program.main.outputs, strict=True):
+    for want, parts, layout, x in zip(wanted, got, distributed.outputs, program.main.outputs, strict=True):
         want = want if isinstance(want, torch.Tensor) else torch.tensor(want)
         if not isinstance(parts[0], torch.Tensor):
             assert all(p == parts[0] for p in parts) and parts[0] == want, x
@@ -78,9 +84,9 @@ def compared(
 def equals_serial(
     program: Program, written: Plan, given: Mapping[int, Layout], values: Sequence[torch.Tensor]
 ) -> lower.Distributed:
-    found = spread(program, written, given)
-    compared(program, found, written.mesh, values)
-    return found
+    distributed = spread(program, written, given)
+    compared(program, distributed, written.mesh, values)
+    return distributed
 
 
 @dataclass
@@ -137,9 +143,9 @@ def start_values(one: OneDevice, seed: int = 0, poison: bool = False) -> list[to
 
 def step_equals(one: OneDevice, written: Plan, seed: int = 0, poison: bool = False) -> lower.Distributed:
     """Results, new parameters, buffers and optimiser state under a plan are those of one device."""
-    found = one.under(written)
-    compared(one.unsharded.program, found, written.mesh, start_values(one, seed, poison))
-    return found
+    distributed = one.under(written)
+    compared(one.unsharded.program, distributed, written.mesh, start_values(one, seed, poison))
+    return distributed
 
 
 def random_plan(shapes: Mapping[str, Sequence[int]], batch_dims: int, rng: random.Random, most: int = 12) -> Plan:

@@ -78,7 +78,7 @@ def logits(module: nn.Module, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
         return module(**inputs).logits
 
 
-def told(error: pytest.ExceptionInfo[TrainError], *words: object) -> None:
+def check_message(error: pytest.ExceptionInfo[TrainError], *words: object) -> None:
     """The message says what, where and all of the words."""
     message = str(error.value)
     assert "\n  at        " in message and all(str(word) in message for word in words), message

@@ -34,7 +34,7 @@ def layouts(draw, mesh: Mesh, ndim: int) -> Layout:
 @st.composite
 def trees(draw) -> dict[str, torch.Tensor]:
     """Some tensors, of any bits."""
-    found = {}
+    tensors = {}
     for i in range(draw(st.integers(1, 4))):
         dtype, shape = draw(st.sampled_from(DTYPES)), draw(st.lists(st.integers(0, 7), max_size=3))
         random = torch.Generator().manual_seed(draw(st.integers(0, 99)))
@@ -45,5 +45,5 @@ def trees(draw) -> dict[str, torch.Tensor]:
             generator=random,
             dtype=torch.uint8,
         )
-        found[f"t{i}"] = data.view(dtype).reshape(shape)
-    return found
+        tensors[f"t{i}"] = data.view(dtype).reshape(shape)
+    return tensors

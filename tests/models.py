@@ -223,34 +223,34 @@ def state(module: nn.Module) -> dict[str, torch.Tensor]:
     return {k: v.detach().clone() for k, v in (*module.named_parameters(), *module.named_buffers())}
 
 
-def same(found: Any, wanted: Any, tolerance: float = 1e-5, at: str = "result") -> None:
+def same(actual: Any, wanted: Any, tolerance: float = 1e-5, at: str = "result") -> None:
     """The same structure of the same classes; tensors of the same dtype and shape, equal within `tolerance` of their
     largest element."""
-    assert type(found) is type(wanted) or isinstance(wanted, nn.Parameter), f"{at}: {type(found)}, not {type(wanted)}"
+    assert type(actual) is type(wanted) or isinstance(wanted, nn.Parameter), f"{at}: {type(actual)}, not {type(wanted)}"
     if isinstance(wanted, torch.Tensor):
-        assert (found.dtype, found.shape, found.device) == (wanted.dtype, wanted.shape, wanted.device), at
-        same_values(found.detach(), wanted.detach(), tolerance, at)
+        assert (actual.dtype, actual.shape, actual.device) == (wanted.dtype, wanted.shape, wanted.device), at
+        same_values(actual.detach(), wanted.detach(), tolerance, at)
     elif isinstance(wanted, dict):
-        assert list(found) == list(wanted), at
+        assert list(actual) == list(wanted), at
         for key in wanted:
-            same(found[key], wanted[key], tolerance, f"{at}[{key!r}]")
+            same(actual[key], wanted[key], tolerance, f"{at}[{key!r}]")
     elif isinstance(wanted, (list, tuple)):
-        assert len(found) == len(wanted), at
-        for i, (f, w) in enumerate(zip(found, wanted, strict=True)):
+        assert len(actual) == len(wanted), at
+        for i, (f, w) in enumerate(zip(actual, wanted, strict=True)):
             same(f, w, tolerance, f"{at}[{i}]")
     elif dataclasses.is_dataclass(wanted) or type(wanted).__module__.startswith("transformers"):
-        same(vars(found), vars(wanted), tolerance, f"{at}.")
+        same(vars(actual), vars(wanted), tolerance, f"{at}.")
     else:
-        assert found == wanted, f"{at}: {found!r}, not {wanted!r}"
+        assert actual == wanted, f"{at}: {actual!r}, not {wanted!r}"
 
 
-def same_values(found: torch.Tensor, wanted: torch.Tensor, tolerance: float, at: str) -> None:
+def same_values(actual: torch.Tensor, wanted: torch.Tensor, tolerance: float, at: str) -> None:
     if not wanted.is_floating_point() and not wanted.is_complex():
-        assert torch.equal(found, wanted), at
+        assert torch.equal(actual, wanted), at
         return
     scale = wanted[wanted.isfinite()].abs().max().item() if wanted.isfinite().any() else 0.0
     if wanted.is_floating_point():
-        found, wanted = found.double(), wanted.double()
+        actual, wanted = actual.double(), wanted.double()
     torch.testing.assert_close(
-        found, wanted, rtol=0, atol=tolerance * scale, equal_nan=True, msg=lambda m: f"{at}: {m}"
+        actual, wanted, rtol=0, atol=tolerance * scale, equal_nan=True, msg=lambda m: f"{at}: {m}"
     )

@@ -98,8 +98,8 @@ def main(folder: Path) -> None:
     with alone(other):
         other.load(folder / "saved")
     for i in (3, 4):
-        wanted, *found = losses(i, serial, step, other)
-        alike(found, [wanted] * 2)
+        wanted, *sharded = losses(i, serial, step, other)
+        alike(sharded, [wanted] * 2)
     alike(other.state_dict()["model"], serial.state_dict()["model"])
     with alone(other):
         alike(other.evaluate(**batch(9)), serial.evaluate(**batch(9)))
@@ -120,19 +120,19 @@ def main(folder: Path) -> None:
 
 def losses(i: int, *steps: mycel.Step) -> list[torch.Tensor]:
     """Of one step of each, with the same random numbers."""
-    found = []
+    values = []
     for step in steps:
         torch.manual_seed(10 + i)
-        found.append(step(**batch(i)))
-    return found
+        values.append(step(**batch(i)))
+    return values
 
 
 def compared(step: mycel.Step, serial: mycel.Step) -> None:
-    found, whole = step.state_dict(), serial.state_dict()
-    alike(found["model"], whole["model"])
+    state, whole = step.state_dict(), serial.state_dict()
+    alike(state["model"], whole["model"])
     for i, slots in whole["optimizer"]["state"].items():
         for slot, x in slots.items():
-            alike(found["optimizer"]["state"][i][slot].double(), x.double())
+            alike(state["optimizer"]["state"][i][slot].double(), x.double())
     evaluated(step, serial)
     assert held(step) < 0.85 * held(serial), (held(step), held(serial))  # a rank holds its stages alone
     assert mycel.Plan.read(yaml.safe_load(str(step.plan))) == step.plan
@@ -151,8 +151,8 @@ def evaluated(step: mycel.Step, serial: mycel.Step) -> None:
     with alone(step), mycel.forward.evaluating(step.model), mycel.forward.evaluating(serial.model):
         alike(step.evaluate(**whole), wanted)
         alike(forward.local(**whole)(**{k: x[step.slices(k, x.shape)] for k, x in whole.items()}), wanted)
-        made = step.forward(lambda **batch: last_first(step.model, **batch))(**whole)
-        alike(made, last_first(serial.model, **whole))
+        result = step.forward(lambda **batch: last_first(step.model, **batch))(**whole)
+        alike(result, last_first(serial.model, **whole))
     both = step.forward(lambda ids, labels: ids.sum() * sum(layer.up.weight for layer in step.model.layers).sum())
     wanted = whole["ids"].sum() * sum(layer.up.weight for layer in serial.model.layers).detach().sum()
     alike(both(**whole), wanted)  # one equation reads tensors of two stages: all ranks are brought both
@@ -223,7 +223,7 @@ def turned_exact(folder: Path) -> None:
     """Where a plan turns exact, the first step sends what was lost before, in every stage: it is one of torch's, with
     that added to its gradients.  So is a step that goes on from a checkpoint, under a plan without codecs."""
 
-    def made(compress: dict) -> mycel.Step:
+    def make_step(compress: dict) -> mycel.Step:
         torch.manual_seed(0)
         model = Tied(2, width=48)
         plan = {"stages": ["embed", "layers.1"], "mesh": {"dp": 2}, "batch": ["dp"], "microbatches": 2}
@@ -246,7 +246,7 @@ def turned_exact(folder: Path) -> None:
             wanted = p.detach() - 0.1 * (p.grad + errors.get(name, 0.0))
             torch.testing.assert_close(after[name], wanted, rtol=1e-4, atol=1e-5)
 
-    step = made({"dp": ["topk(0.05)+ef until 2", "exact"]})
+    step = make_step({"dp": ["topk(0.05)+ef until 2", "exact"]})
     for i in range(2):
         step(**batch(i))
     step.save(folder)
@@ -254,7 +254,7 @@ def turned_exact(folder: Path) -> None:
     flushed(step, state)
     step(**batch(4))
     assert "encode" not in step.entries[0].source
-    again = made({})
+    again = make_step({})
     again.prepare(**batch(3)).load(folder)
     flushed(again, state)
 

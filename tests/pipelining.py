@@ -100,13 +100,13 @@ def stages_equal(
     given = {
         serial.role(v): spread_out(x, layout, mesh) for v, x, layout in zip(serial.inputs, values, layouts, strict=True)
     }
-    found = simulate_stages(programs, mesh, "pp", [[given[p.role(v)] for v in p.inputs] for p in programs])
+    by_rank = simulate_stages(programs, mesh, "pp", [[given[p.role(v)] for v in p.inputs] for p in programs])
     outs = spread.outputs if spread is not None else [None] * len(serial.main.outputs)
     wanted = list(zip(interpret(serial, values), outs, strict=True))
     n = len(serial.results)
     news = dict(zip(serial.updates, wanted[n:], strict=True))
     seen: set[str] = set()
-    for program, results in zip(programs, found, strict=True):
+    for program, results in zip(programs, by_rank, strict=True):
         seen |= set(program.updates)
         for name, parts, (want, layout) in zip(
             [*map(str, range(n)), *program.updates],

@@ -49,7 +49,7 @@ def step_of(model: torch.nn.Module, plan: dict | None) -> mycel.Step:
     return mycel.train_step(model, optimizer, compile=False, clip_norm=0.05, **more)
 
 
-def taken(step: mycel.Step, i: int) -> torch.Tensor:
+def take_step(step: mycel.Step, i: int) -> torch.Tensor:
     torch.manual_seed(i)  # for dropout
     return step(**batch(i))
 
@@ -79,7 +79,7 @@ def dies_in_backward(step: mycel.Step) -> None:
         return send(*args)
 
     ranks.start_send_across = start_send_across
-    taken(step, 4)
+    take_step(step, 4)
     raise AssertionError("a step without one of its stages ended well")
 
 
@@ -87,7 +87,7 @@ def compressed(folder: Path) -> None:
     """Gradients travel encoded inside of a place, each rank keeps what it lost, and a checkpoint has the sum of that;
     under a plan without codecs the first step sends it: it is one of torch's, with that added to its gradients."""
 
-    def made(compress: dict, **more: object) -> mycel.Step:
+    def new_step(compress: dict, **more: object) -> mycel.Step:
         torch.manual_seed(0)
         model = Towers(1)
         plan = {"place": {"vision": [0, 1], "*": [2, 3]}, "batch": ["dp"], "microbatches": 2, "compress": compress}
@@ -113,29 +113,29 @@ def compressed(folder: Path) -> None:
         return {name: x.float() if x.is_floating_point() else x for name, x in batch(i, rows=8).items()}
 
     codec = {"dp": {"*weight": "topk(0.2)+ef"}}
-    step = made(codec)
+    step = new_step(codec)
     for i in range(2):
         step(**single(i))
     assert {role.of.split(".")[0] for role in step.messages.held} == ({"vision"} if RANK < 2 else {"text", "embed"})
     step.save(folder)
     state = copy.deepcopy(step.state_dict())
-    same, exact = made(codec), made({})
+    same, exact = new_step(codec), new_step({})
     for other in (same, exact):
         other.prepare(**single(3)).load(folder)
     alike(same.state_dict()["messages"], state["messages"])
     assert torch.equal(step(**single(2)), same(**single(2)))
     flushed(exact, state)
-    watched = made({"dp": "auto"}, monitor=["noise"])  # each place measures its link, and all choose the same
+    watched = new_step({"dp": "auto"}, monitor=["noise"])  # each place measures its link, and all choose the same
     watched(**single(0))
     assert watched.plan.decided.compress == "exact" and {k for _, k, *_ in watched.link.link.measured} == {2}
-    told = watched.state.process.tell(watched.monitored())
-    assert told == [told[0]] * 4 and told[0]["gradient_variance"] > 0, told
+    reports = watched.state.process.tell(watched.monitored())
+    assert reports == [reports[0]] * 4 and reports[0]["gradient_variance"] > 0, reports
 
 
 def late(folder: Path) -> None:
     """Steps with the gradients of the step before are those of torch; what is saved goes on."""
 
-    def made() -> mycel.Step:
+    def new_step() -> mycel.Step:
         torch.manual_seed(0)
         model = Towers(1).double()
         plan = {"place": {"vision": [0, 1], "*": [2, 3]}, "batch": ["dp"], "sync": {"dp": "delayed(correction=0.5)"}}
@@ -143,7 +143,7 @@ def late(folder: Path) -> None:
 
     torch.manual_seed(0)
     plain, gradients, before = Towers(1).double(), {}, {}
-    step, other = made(), made()
+    step, other = new_step(), new_step()
     for i in range(4):
         plain.zero_grad()
         plain(**batch(i, rows=8)).backward()
@@ -168,7 +168,7 @@ def in_places(folder: Path) -> mycel.Step:
     first = Towers(1, 0.1, tied=True).double()
     serial, step = step_of(copy.deepcopy(first), None), step_of(first, PLANS[0])
     for i in range(2):
-        alike(taken(step, i), taken(serial, i))
+        alike(take_step(step, i), take_step(serial, i))
         assert torch.allclose(step.grad_norm, serial.grad_norm, rtol=1e-6), i
     held = {name for name, p in step.model.named_parameters() if p.untyped_storage().nbytes() > 8 and p.dim()}
     assert any(name.startswith("vision.layers") for name in held) == (RANK == 0), held
@@ -177,14 +177,14 @@ def in_places(folder: Path) -> mycel.Step:
     with alone(step):
         alike(step.evaluate(**batch(7)), serial.evaluate(**batch(7)))
     with step.trace() as trace:
-        alike(taken(step, 2), taken(serial, 2))
+        alike(take_step(step, 2), take_step(serial, 2))
     assert {"F0.0", "F1.0", "B0.0", "B1.0"} <= {str(s) for s in trace.measured.start}, trace.measured
     with step.whole() as model:
         alike(dict(model.named_parameters()), dict(serial.model.named_parameters()))
     step.save(folder / "saved")
     again = step_of(Towers(1, 0.1, tied=True).double(), PLANS[1])
     again.prepare(**batch(0)).load(folder / "saved")
-    alike(taken(again, 3), taken(serial, 3))
+    alike(take_step(again, 3), take_step(serial, 3))
     alike(again.state_dict(), serial.state_dict())
     with alone(again):
         alike(again.evaluate(**batch(7)), serial.evaluate(**batch(7)))

@@ -65,8 +65,10 @@ def task_of(
     one: OneDevice, written: Plan, budget: int | None = None, compiled: bool = False, hardware: Hardware = CPU
 ) -> Task:
     def at_place(i: int, program: Program) -> Any:
-        made = type(one.unsharded)(one.unsharded.captured, program, one.unsharded.groups, one.unsharded.results, one.unsharded.body)
-        return ShardedModel(one.model, one.optimizer, written.at_place(i)).given(made)
+        unsharded = type(one.unsharded)(
+            one.unsharded.captured, program, one.unsharded.groups, one.unsharded.results, one.unsharded.body
+        )
+        return ShardedModel(one.model, one.optimizer, written.at_place(i)).given(unsharded)
 
     return Task(one.unsharded.program, one.unsharded.body, hardware, compiled, budget=budget, at_place=at_place)
 
@@ -86,11 +88,11 @@ def places_equal(one: OneDevice, written: Plan, done: Lowered, seed: int = 0, po
     wanted = interpret(serial, start_values(one, seed, poison))
     news = dict(zip(serial.updates, wanted[n:], strict=True))
     seen: set[str] = set()
-    for program, found in zip(done.pipeline.programs, placed_results(one, written, done, seed, poison), strict=True):
+    for program, results in zip(done.pipeline.programs, placed_results(one, written, done, seed, poison), strict=True):
         seen |= set(program.updates)
         wants = [*wanted[:n], *(news[name] for name in program.updates)]
         names = [*map(str, range(n)), *program.updates]
-        for name, whole, want in zip(names, found, wants, strict=True):
+        for name, whole, want in zip(names, results, wants, strict=True):
             tolerance = 1e-10 if want.dtype == torch.float64 else 2e-5
             close = torch.allclose(whole, want, rtol=tolerance, atol=tolerance, equal_nan=True)
             assert close, (name, (whole - want).abs().max())
@@ -121,10 +123,10 @@ def placed_results(
         [spread_out(by_role[p.role(v)], layout, mesh) for v, layout in zip(p.inputs, ins, strict=True)]
         for p, (ins, _), mesh in zip(programs, laid, meshes, strict=True)
     ]
-    found = simulate_places(programs, meshes, [p.ranks for p in places], given)
+    results = simulate_places(programs, meshes, [p.ranks for p in places], given)
     shapes = dict(zip(serial.updates, serial.main.outputs[len(serial.results) :], strict=True))
     types = [[x.type for x in (*serial.results, *(shapes[name] for name in p.updates))] for p in programs]
     return [
         [put_together(*each, mesh) for each in zip(parts, outs, of, strict=True)]
-        for parts, (_, outs), of, mesh in zip(found, laid, types, meshes, strict=True)
+        for parts, (_, outs), of, mesh in zip(results, laid, types, meshes, strict=True)
     ]

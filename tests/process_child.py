@@ -194,8 +194,8 @@ def one_case(ranks, seed: int) -> None:
         dtypes = [t for t in dtypes if not t.is_complex] or [torch.float32]
     sizes = [0, n, 2 * n] if r.random() < 0.1 else [n, 2 * n, 6 * n]
     shapes = [tuple(r.choice(sizes) for _ in range(ndim)) for _ in range(r.choice([1, 1, 3]))]
-    made = [(shape, r.choice(dtypes), r.choice(["plain", "turned", "strided"])) for shape in shapes]
-    xs = {rank: [make(seed * 7 + i, rank, *each) for i, each in enumerate(made)] for rank in group}
+    specs = [(shape, r.choice(dtypes), r.choice(["plain", "turned", "strided"])) for shape in shapes]
+    xs = {rank: [make(seed * 7 + i, rank, *each) for i, each in enumerate(specs)] for rank in group}
     if how.get("kind", "+") != "+" and r.random() < 0.5:
         for x in xs[r.choice(group)]:
             if x.is_floating_point() and x.numel():
@@ -209,7 +209,7 @@ def one_case(ranks, seed: int) -> None:
     for i, y in enumerate(got):
         want = reference(name, [xs[rank][i] for rank in group], me, **how)
         assert same(y, want), (
-            f"seed {seed}: {name}{how} over {axes} of {ranks.mesh}, {made[i]}: rank {ranks.rank} has {y}, not {want}"
+            f"seed {seed}: {name}{how} over {axes} of {ranks.mesh}, {specs[i]}: rank {ranks.rank} has {y}, not {want}"
         )
     assert all(same(x, old) for x, old in zip(mine, before, strict=True)), f"seed {seed}: {name} changed its input"
 

@@ -51,8 +51,10 @@ def check_restored() -> None:
         for name, p in parts.module.named_parameters():
             assert torch.equal(parts.whole(name, p), whole[f"model.{name}"]), name
             for slot, x in parts.optimizer.state[p].items():
-                found = held.gather(x, held.slots[Role("state", slot, of=name)][0], held.shapes[name]) if x.dim() else x
-                assert torch.equal(found, whole[f"optimizer.{name}.{slot}"]), (name, slot)
+                gathered = (
+                    held.gather(x, held.slots[Role("state", slot, of=name)][0], held.shapes[name]) if x.dim() else x
+                )
+                assert torch.equal(gathered, whole[f"optimizer.{name}.{slot}"]), (name, slot)
         print("restored to the bit")
         return notes
 
@@ -62,13 +64,13 @@ def check_restored() -> None:
 def check_memory() -> None:
     """Bytes of parameters and optimiser state after the run, and the most that were alive at once while the model was
     made."""
-    plain, made = Steps.run, assemble.models.build
-    told = {}
+    plain, plain_build = Steps.run, assemble.models.build
+    measured = {}
 
     def build(*args, **kwargs):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as seen:
-            model = made(*args, **kwargs)
-        told["making"] = most_bytes(seen)
+            model = plain_build(*args, **kwargs)
+        measured["making"] = most_bytes(seen)
         return model
 
     def run(self):
@@ -77,9 +79,9 @@ def check_memory() -> None:
             *self.parts.module.parameters(),
             *(x for s in self.parts.optimizer.state.values() for x in s.values()),
         ]
-        told["held"] = sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
-        told["plan"] = [self.parts.step.plan.held, self.parts.step.plan.peak]
-        print(json.dumps(told))
+        measured["held"] = sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
+        measured["plan"] = [self.parts.step.plan.held, self.parts.step.plan.peak]
+        print(json.dumps(measured))
 
     Steps.run = run
     assemble.models.build = build
@@ -94,22 +96,22 @@ def most_bytes(seen: torch.profiler.profile) -> int:
 def check_rows() -> None:
     """Sequences that this rank read, by what for, and the bytes it gave to steps."""
     read, step, run = Split.batch, Steps._step, Steps.run
-    told = {"train": 0, "validation": 0, "bytes": 0}
+    counts = {"train": 0, "validation": 0, "bytes": 0}
 
     def batch(self, indices):
-        told["train" if self is told.get("split") else "validation"] += len(indices)
+        counts["train" if self is counts.get("split") else "validation"] += len(indices)
         return read(self, indices)
 
-    def taken(self, given):
-        told["bytes"] += sum(x.numel() * x.element_size() for x in given.values())
+    def one_step(self, given):
+        counts["bytes"] += sum(x.numel() * x.element_size() for x in given.values())
         return step(self, given)
 
     def steps(self):
-        told.update(split=self.parts.data.train, train=0, validation=0, bytes=0)
+        counts.update(split=self.parts.data.train, train=0, validation=0, bytes=0)
         run(self)
-        print(json.dumps({name: n for name, n in told.items() if name != "split"}))
+        print(json.dumps({name: n for name, n in counts.items() if name != "split"}))
 
-    Split.batch, Steps._step, Steps.run = batch, taken, steps
+    Split.batch, Steps._step, Steps.run = batch, one_step, steps
 
 
 CHECKS = {"restored": check_restored, "memory": check_memory, "rows": check_rows}

@@ -30,7 +30,7 @@ def stepped(model, plan):
     return mycel.train_step(model, optimizer, compile=False, plan=plan, mesh=Mesh(plan["mesh"])), optimizer
 
 
-def told(make) -> str:
+def refusal(make) -> str:
     try:
         make()
     except TrainError as error:
@@ -53,11 +53,11 @@ def main(folder: Path) -> None:
         plain_step(twin, plain, rows(i))
     batch = rows(5)
 
-    texts = [told(lambda: model(**batch)), told(lambda: model.up(batch["x"])), told(model.state_dict)]
-    texts.append(told(optimizer.state_dict))
-    texts.append(told(lambda: model.load_state_dict(twin.state_dict())))
-    texts.append(told(lambda: optimizer.load_state_dict(plain.state_dict())))
-    texts.append(told(lambda: torch.save(model, folder / "pickled.pt")))
+    texts = [refusal(lambda: model(**batch)), refusal(lambda: model.up(batch["x"])), refusal(model.state_dict)]
+    texts.append(refusal(optimizer.state_dict))
+    texts.append(refusal(lambda: model.load_state_dict(twin.state_dict())))
+    texts.append(refusal(lambda: optimizer.load_state_dict(plain.state_dict())))
+    texts.append(refusal(lambda: torch.save(model, folder / "pickled.pt")))
     if seat().rank == 0:
         (folder / "told.txt").write_text("\n\n".join(texts))
 
@@ -93,8 +93,8 @@ def main(folder: Path) -> None:
             others.append(other)
     losses = [[float(other(**rows(i))) for i in (2, 3)] for other in [step, *others]]
     wanted = [plain_step(twin, plain, rows(i)) for i in (2, 3)]
-    for found in losses:
-        alike(torch.tensor(found), torch.tensor(wanted))
+    for run_losses in losses:
+        alike(torch.tensor(run_losses), torch.tensor(wanted))
     with step.whole():  # what is done to it inside stays
         for p in model.parameters():
             p.data.mul_(2)
@@ -125,8 +125,8 @@ def local_outputs(count: int) -> None:
     )  # fmt: skip
     mine = step.rows(count)
     for run in (step.evaluate, step):
-        found, outputs = run(x, y)
-        alike(found, wanted_loss)
+        loss_value, outputs = run(x, y)
+        alike(loss_value, wanted_loss)
         alike(outputs["rows"], wanted["rows"][mine.start : mine.stop])
         alike((outputs["mean"], outputs["signs"]), (wanted["mean"], wanted["signs"]))
 

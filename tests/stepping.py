@@ -30,13 +30,13 @@ class Both:
     step: mycel.step.Step
     twin: nn.Module
     plain: torch.optim.Optimizer
-    found: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
     wanted: list[float] = field(default_factory=list)
     loss: Callable[..., Any] | None = None
 
     def further(self, batch: Batch) -> None:
         """One step of each."""
-        self.found.append(self.step(**batch).item() if isinstance(batch, dict) else self.step(*batch).item())
+        self.losses.append(self.step(**batch).item() if isinstance(batch, dict) else self.step(*batch).item())
         self.wanted.append(plain_step(self.twin, self.plain, batch, self.loss, self.step.settings.clip_norm))
 
 
@@ -104,8 +104,8 @@ def plain_step(
 
 def agree(pair: Both, loss: float = 1e-5, params: float = 2e-4) -> Both:
     """The same curve, the same parameters and buffers."""
-    for i, (found, wanted) in enumerate(zip(pair.found, pair.wanted, strict=True)):
-        assert abs(found - wanted) <= loss * max(abs(wanted), 1e-2), f"step {i}: loss {found}, in PyTorch {wanted}"
+    for i, (ours, wanted) in enumerate(zip(pair.losses, pair.wanted, strict=True)):
+        assert abs(ours - wanted) <= loss * max(abs(wanted), 1e-2), f"step {i}: loss {ours}, in PyTorch {wanted}"
     wanted = pair.twin.state_dict()
     for name, value in pair.model.state_dict().items():
         torch.testing.assert_close(

@@ -27,7 +27,7 @@ PLANS = {
 SAVED, END = 5, STEPS
 
 
-def made(plan):
+def new_step(plan):
     torch.manual_seed(0)
     model = Small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
@@ -38,7 +38,7 @@ def made(plan):
 def first(folder: Path) -> None:
     rank = seat().rank
     for name, plan in PLANS.items():
-        step, losses = made(plan), []
+        step, losses = new_step(plan), []
         for i in range(END):
             if i == SAVED:
                 step.save(folder / name)
@@ -46,7 +46,7 @@ def first(folder: Path) -> None:
         check_against_torch(name, step, losses, rank)
         state = {key: x.clone() for key, x in step.model.state_dict().items()}
         torch.save((losses, state), folder / f"{name}-{rank}.pt")
-    step = made(PLANS["diloco"])
+    step = new_step(PLANS["diloco"])
     step.load(folder / "diloco")
     step(**batch(SAVED))
     os.kill(os.getpid(), signal.SIGKILL)
@@ -74,7 +74,7 @@ def check_against_torch(name: str, step: mycel.step.Step, losses: list[float], r
 def again(folder: Path) -> None:
     for name, plan in PLANS.items():
         losses, state = torch.load(folder / f"{name}-{seat().rank}.pt")
-        step = made(plan)
+        step = new_step(plan)
         step.load(folder / name)
         assert [float(step(**batch(i))) for i in range(SAVED, END)] == losses[SAVED:], name
         assert all(torch.equal(x, state[key]) for key, x in step.model.state_dict().items()), name

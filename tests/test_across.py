@@ -21,12 +21,14 @@ from mycel.run.simulate import part_of
 def moved(x, source, target):
     """What the target's ranks hold after the transfers, done one by one."""
     parts = {rank: part_of(x, source.layout, source.mesh, i) for i, rank in enumerate(source.ranks)}
-    found = transfers(type_of(x), source, target)
-    made = {rank: torch.zeros_like(part_of(x, target.layout, target.mesh, i)) for i, rank in enumerate(target.ranks)}
-    for t in found:
+    moves = transfers(type_of(x), source, target)
+    received = {
+        rank: torch.zeros_like(part_of(x, target.layout, target.mesh, i)) for i, rank in enumerate(target.ranks)
+    }
+    for t in moves:
         piece = parts[t.source][tuple(slice(a, a + n) for a, n in zip(t.source_start, t.shape, strict=True))]
-        made[t.target][tuple(slice(a, a + n) for a, n in zip(t.target_start, t.shape, strict=True))] = piece
-    return made, found
+        received[t.target][tuple(slice(a, a + n) for a, n in zip(t.target_start, t.shape, strict=True))] = piece
+    return received, moves
 
 
 @given(
@@ -43,24 +45,24 @@ def test_every_rank_gets_its_part(shape, first, second, start, rng):
     target = Placed(
         random_layout(len(shape), second, rng, partial=False), second, tuple(range(start, start + second.world))
     )
-    made, found = moved(x, source, target)
+    received, moves = moved(x, source, target)
     for i, rank in enumerate(target.ranks):
-        assert torch.equal(made[rank], part_of(x, target.layout, second, i))
+        assert torch.equal(received[rank], part_of(x, target.layout, second, i))
     boxes = [target.box(type_of(x), i) for i in range(second.world)]
     # nothing is sent twice to anybody
-    assert sum(t.numel for t in found) == sum(math.prod(b - a for a, b in box) for box in boxes)
-    own = {t for t in found if t.source == t.target}
-    in_rounds = [t for r in rounds(found) for t in r]
-    assert sorted(map(repr, in_rounds)) == sorted(repr(t) for t in found if t not in own)
-    for r in rounds(found):
+    assert sum(t.numel for t in moves) == sum(math.prod(b - a for a, b in box) for box in boxes)
+    own = {t for t in moves if t.source == t.target}
+    in_rounds = [t for r in rounds(moves) for t in r]
+    assert sorted(map(repr, in_rounds)) == sorted(repr(t) for t in moves if t not in own)
+    for r in rounds(moves):
         assert len({t.source for t in r}) == len(r) == len({t.target for t in r})
 
 
 def test_senders_share_the_work_and_keep_what_they_have():
     x = torch.zeros(8, 4)
     whole = Placed(Layout(((), ())), Mesh(a=4), (0, 1, 2, 3))
-    found = transfers(type_of(x), whole, Placed(Layout((("b",), ())), Mesh(b=4), (4, 5, 6, 7)))
-    assert sorted(t.source for t in found) == [0, 1, 2, 3] and wire_bytes(type_of(x), found) == 8 * 4 * 4
+    moves = transfers(type_of(x), whole, Placed(Layout((("b",), ())), Mesh(b=4), (4, 5, 6, 7)))
+    assert sorted(t.source for t in moves) == [0, 1, 2, 3] and wire_bytes(type_of(x), moves) == 8 * 4 * 4
     same = transfers(type_of(x), whole, Placed(Layout((("b",), ())), Mesh(b=4), (0, 1, 2, 3)))
     assert all(t.source == t.target for t in same) and wire_bytes(type_of(x), same) == 0
 

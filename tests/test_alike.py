@@ -61,8 +61,8 @@ def test_what_was_solved_for_fewer_layers_holds_for_more(monkeypatch):
     free: list[str] = []
     decided = lambda s: (free.extend(n[1] for n, k in s.sizes.items() if k > 1 and n[0] != "hub"), least(s))[1]
     monkeypatch.setattr(pairs, "least", decided)
-    told = replace(more, known=known)
-    told.solve()
+    with_known = replace(more, known=known)
+    with_known.solve()
     assert free and set(free) <= {more.graph.program.entry}
-    waits = [bound.moving_seconds(more, ("dp", "tp"), each.solution) for each in (told, more)]
+    waits = [bound.moving_seconds(more, ("dp", "tp"), each.solution) for each in (with_known, more)]
     assert waits[0] == pytest.approx(waits[1], rel=1e-3)

@@ -122,10 +122,10 @@ def operands(dtype=torch.float64):
 
 def structure(program):
     """What is known of the one attention equation of a program; "" where there is none."""
-    found = [e for _, e in walk(program) if e.op.name in ("attention", "sdpa")]
-    if not found:
+    equations = [e for _, e in walk(program) if e.op.name in ("attention", "sdpa")]
+    if not equations:
         return ""
-    (eqn,) = found
+    (eqn,) = equations
     if eqn.inputs[3] is not None:
         return "mask"
     seen = "causal" if eqn.params.get("causal") else str(eqn.params.get("window", "free"))

@@ -47,9 +47,9 @@ def test_a_run_sees_its_sources_in_their_shares(disk, tmp_path):
     (tmp_path / "b.txt").write_text("b" * 4000)
     named = [str(tmp_path / "a.txt"), str(tmp_path / "b.txt")]
     sections = {"data": {"train": named, "weights": [3, 1]}, "train": {"batch": 50}}
-    made = assemble(config(disk, tmp_path / "run", **sections), Waiting(Progress(Console(quiet=True), 1)))
-    ids = np.concatenate([made.batch(step)["input_ids"].numpy()[:, 0] for step in range(BLOCK // 50)])
+    assembled = assemble(config(disk, tmp_path / "run", **sections), Waiting(Progress(Console(quiet=True), 1)))
+    ids = np.concatenate([assembled.batch(step)["input_ids"].numpy()[:, 0] for step in range(BLOCK // 50)])
     assert (ids == ord("a")).sum() == 750 and (ids == ord("b")).sum() == 250
-    assert "75.0%" in made.data.report[0] and made.data.validation.count > 1
-    held = made.data.validation.batch(range(made.data.validation.count))["input_ids"]
+    assert "75.0%" in assembled.data.report[0] and assembled.data.validation.count > 1
+    held = assembled.data.validation.batch(range(assembled.data.validation.count))["input_ids"]
     assert {chr(i) for i in held[:, 0]} == {"a", "b"}

@@ -76,8 +76,8 @@ def mlp(x, w1, w2):
 
 def test_the_order_of_axes_does_not_matter():
     program = mycel.capture(mlp, torch.randn(64, 256), torch.randn(256, 1024), torch.randn(1024, 256))
-    found = [spread(program, Plan(mesh), {}, frozenset(), CPU) for mesh in (Mesh(a=2, b=4), Mesh(b=4, a=2))]
-    assert lower.sent(found[0].local) == lower.sent(found[1].local)
+    spreads = [spread(program, Plan(mesh), {}, frozenset(), CPU) for mesh in (Mesh(a=2, b=4), Mesh(b=4, a=2))]
+    assert lower.sent(spreads[0].local) == lower.sent(spreads[1].local)
 
 
 def test_two_alike_need_not_lie_alike_under_a_limit():

@@ -158,17 +158,17 @@ def test_many_sizes_without_buckets_are_told_of_once():
     model = torch.nn.Linear(3, 2)
     step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, compile=False)
 
-    def told(lengths):
+    def messages_for(lengths):
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             for n in lengths:
                 step(torch.ones(n, 3), torch.zeros(n, dtype=torch.int64))
         return [str(w.message) for w in seen]
 
-    assert not told([5, 6, 5, 6, 7, 8, 9, 10, 11])
-    text = told(range(5, 24))
+    assert not messages_for([5, 6, 5, 6, 7, 8, 9, 10, 11])
+    text = messages_for(range(5, 24))
     assert len(text) == 1
     golden("told_many_sizes", text[0])
     pad = {0: {0: [8, 16]}, 1: {0: [8, 16], "value": -100}}
     step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, compile=False, pad=pad)
-    assert not told(range(5, 17)) and len(step.entries) == 2
+    assert not messages_for(range(5, 17)) and len(step.entries) == 2

@@ -104,12 +104,12 @@ def test_a_cache_comes_out(name):
     model, batch = MODELS[name]().eval(), MODELS[name].inputs()
     with torch.no_grad():
         wanted = model(input_ids=batch["input_ids"], use_cache=True)
-        found = mycel.jit(model)(input_ids=batch["input_ids"], use_cache=True)
-        same(found, wanted)
-        assert isinstance(found.past_key_values, hf.DynamicCache)
+        output = mycel.jit(model)(input_ids=batch["input_ids"], use_cache=True)
+        same(output, wanted)
+        assert isinstance(output.past_key_values, hf.DynamicCache)
         token = torch.tensor([[5], [6]])
         same(
-            model(token, past_key_values=found.past_key_values).logits,
+            model(token, past_key_values=output.past_key_values).logits,
             model(token, past_key_values=wanted.past_key_values).logits,
         )
 
@@ -191,8 +191,8 @@ def test_mappings_and_objects_keep_their_class():
             self.y = self.x + 1
 
     agrees(lambda s: s.x * s.y, Slim(X))
-    found = mycel.jit(Slim)(X)
-    same((type(found), found.x, found.y), (Slim, X, X + 1))
+    result = mycel.jit(Slim)(X)
+    same((type(result), result.x, result.y), (Slim, X, X + 1))
 
 
 # -- kinds of callables

@@ -155,7 +155,7 @@ def test_named_results_of_torch():
 
 def test_factories_follow_the_default_dtype_and_device():
     def fn(x):
-        made = [
+        tensors = [
             torch.zeros(2),
             torch.tensor([1.5, 2]),
             torch.arange(3),
@@ -163,14 +163,14 @@ def test_factories_follow_the_default_dtype_and_device():
             torch.eye(2),
             x.new_full((2,), 3),
         ]
-        made += [
+        tensors += [
             torch.tensor(True),
             torch.as_tensor(2.5),
             torch.asarray([1, 2]),
             torch.empty(0),
             torch.tril_indices(2, 2),
         ]
-        return [*made, torch.full((2,), 1), torch.Tensor([1, 2])]
+        return [*tensors, torch.full((2,), 1), torch.Tensor([1, 2])]
 
     agrees(fn, X)
 

@@ -271,15 +271,15 @@ def test_the_last_n_and_the_best_are_kept(metrics, keep, crash, data):
                     crashed = True
             if moment != 1 or not crashed:
                 saved[step] = metric
-            found = sorted(int(p.name[5:]) for p in path.glob("step-*"))
-            assert set(found) >= set(kept(saved, keep)) if crashed else found == kept(saved, keep)
+            steps = sorted(int(p.name[5:]) for p in path.glob("step-*"))
+            assert set(steps) >= set(kept(saved, keep)) if crashed else steps == kept(saved, keep)
             if crashed:
                 saver.lock.release()
                 saver = Saver(path, keep, asynchronous=False)
-                saved = {s: saved[s] for s in found}
+                saved = {s: saved[s] for s in steps}
             assert all(name.startswith("step-") for name in names(path))
             assert best(path) == (None if lowest(saved) is None else path / f"step-{lowest(saved):08d}")
-            for s in found:
+            for s in steps:
                 assert load(path / f"step-{s:08d}").tensors["w"] == s
         saver.close()
 

@@ -25,7 +25,7 @@ from mycel.run.shards import read_manifest
 
 def save_parts(path: Path, tree: dict[str, torch.Tensor], mesh: Mesh, lying: dict[str, Layout], **options) -> Path:
     """Every rank saves its parts; what is behind their ends is rubbish."""
-    told = {name: (lying[name], tuple(x.shape)) for name, x in tree.items()}
+    saved_layouts = {name: (lying[name], tuple(x.shape)) for name, x in tree.items()}
 
     def act(ranks):
         with Saver(path, asynchronous=False, ranks=ranks, **options) as saver:
@@ -33,7 +33,7 @@ def save_parts(path: Path, tree: dict[str, torch.Tensor], mesh: Mesh, lying: dic
                 3,
                 {name: part_of(x, lying[name], mesh, ranks.rank, padding=171) for name, x in tree.items()},
                 {"rank": ranks.rank},
-                layouts=told,
+                layouts=saved_layouts,
             )
         assert saver.poll() == []
         return saver.last
@@ -59,16 +59,16 @@ class Count:
 def needed(path: Path, tree: dict[str, torch.Tensor], lying: dict[str, Layout], mesh: Mesh, rank: int) -> int:
     """Bytes of the pieces that a rank's parts have something of, and of the headers of their files, by the manifest as
     others would read it."""
-    manifest, found, files = json.loads((path / "manifest.json").read_text()), 0, set()
+    manifest, total, files = json.loads((path / "manifest.json").read_text()), 0, set()
     for name, x in tree.items():
         mine = part_of(torch.arange(x.numel()).reshape(x.shape) + 1, lying[name], mesh, rank).flatten()
         places = torch.zeros(x.numel() + 1, dtype=torch.bool).index_fill(0, mine, True)[1:].reshape(x.shape)
         for piece in manifest["tensors"][name]["pieces"]:
             box = tuple(slice(o, o + n) for o, n in zip(piece["offset"], piece["shape"], strict=True))
             if places[box].any():
-                found += places[box].numel() * x.itemsize
+                total += places[box].numel() * x.itemsize
                 files.add(piece["file"])
-    return found + sum(manifest["files"][file]["header"] for file in files)
+    return total + sum(manifest["files"][file]["header"] for file in files)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -242,7 +242,7 @@ def test_partial_state_is_its_sum_under_any_mesh(shape, dtype, data):
 def test_what_is_wanted_must_be_there(tmp_path):
     path, mesh = save(tmp_path, 1, {"w": torch.ones(4, 3)}, {}), Mesh(a=2)
     whole = Layout.whole(2)
-    for wanted, told in {
+    for wanted, message in {
         ("v", whole, (4, 3), torch.float32): "there is no v in the checkpoint",
         ("w", whole, (4, 4), torch.float32): r"w: F32\[4, 3\] in the checkpoint, F32\[4, 4\] is wanted",
         ("w", whole, (4, 3), torch.float16): r"w: F32\[4, 3\] in the checkpoint, F16\[4, 3\] is wanted",
@@ -254,7 +254,7 @@ def test_what_is_wanted_must_be_there(tmp_path):
         ): r"'w' of shape \[4, 3\] cannot lie as \[b,-\]: the mesh is Mesh\(a=2\)",
         ("w", Layout((("a",),)), (4, 3), torch.float32): r"'w' of shape \[4, 3\] cannot lie as \[a\]",
     }.items():
-        with pytest.raises(CheckpointError, match=told + r"(.|\n)*\n  try "):
+        with pytest.raises(CheckpointError, match=message + r"(.|\n)*\n  try "):
             load_parts(path, {wanted[0]: wanted[1:]}, mesh, 0)
     for box in [((0, 4),), ((0, 5), (0, 3)), ((3, 2), (0, 3)), ((-1, 2), (0, 3))]:
         with pytest.raises(CheckpointError, match=r"w has shape \[4, 3\]: there is no box"):
@@ -263,7 +263,7 @@ def test_what_is_wanted_must_be_there(tmp_path):
 
 def test_what_is_saved_must_lie_as_is_said(tmp_path):
     with Saver(tmp_path) as saver:
-        for layout, shape, told in [
+        for layout, shape, message in [
             (
                 Layout(((),)),
                 (5,),
@@ -272,5 +272,5 @@ def test_what_is_saved_must_lie_as_is_said(tmp_path):
             (Layout(((),), (("a", ">"),)), (4,), "of partial values, only sums and means can be state"),
             (Layout((("a",),)), (4,), r"cannot lie as \[a\]: the mesh is Mesh\(\)"),
         ]:
-            with pytest.raises(CheckpointError, match=told):
+            with pytest.raises(CheckpointError, match=message):
                 saver.save(1, {"w": torch.ones(4)}, {}, layouts={"w": (layout, shape)})

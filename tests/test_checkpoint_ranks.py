@@ -135,14 +135,14 @@ def test_when_one_rank_cannot_no_rank_saves_and_training_goes_on(tmp_path, monke
         )
 
     def act(ranks):
-        told = []
+        reports = []
         with Saver(tmp_path, asynchronous=asynchronous, ranks=ranks) as saver:
             for step in (1, 2, 3):
                 bad.now = (ranks.rank, step) == (victim, 2)
                 give(saver, step)
                 saver.wait()
-                told.append(saver.poll())
-        return told
+                reports.append(saver.poll())
+        return reports
 
     results = together(PAIR, act)
     assert all(result == results[0] for result in results)
@@ -255,12 +255,12 @@ def test_what_is_damaged_is_noticed_by_those_who_read_it(two):
     with pytest.raises(CheckpointError, match=r"is damaged \(shard-00004-00000.safetensors, its header, has sha256"):
         read(path, "x", ((6, 7), (0, 5)))
     manifest = read_manifest(path)
-    for lose, told in [
+    for lose, reason in [
         (lambda file: os.truncate(file, 150), "ends at byte 150"),
         (os.unlink, "cannot be read: No such file"),
     ]:
         lose(path / "shard-00000-00000.safetensors")
-        with pytest.raises(CheckpointError, match=rf"is damaged \(shard-00000-00000.safetensors {told}"):
+        with pytest.raises(CheckpointError, match=rf"is damaged \(shard-00000-00000.safetensors {reason}"):
             read(path, "x", ((0, 1), (0, 5)), manifest)
         with pytest.raises(CheckpointError, match=r"is damaged \(shard-00000-00000.safetensors (has|is missing)"):
             read(path, "x", ((6, 7), (0, 5)))
@@ -341,8 +341,8 @@ def test_a_rank_whose_files_may_not_grow(child, tmp_path):
     """A real disk that refuses: step 2 is saved by no rank, the others by all."""
     said = survivors(child, tmp_path, small=2)
     for rank in range(MESH.world):
-        told = [(x["saved"], x["reports"]) for x in said if x["rank"] == rank]
-        one, (kept, (report,)), three, again = told
+        saves = [(x["saved"], x["reports"]) for x in said if x["rank"] == rank]
+        one, (kept, (report,)), three, again = saves
         assert one == ("step-00000001", []) and kept == "step-00000001" and three == again == ("step-00000003", [])
         assert report.startswith("step 2 is not saved: rank 2: the disk refused it: File too large\n")
     assert names(tmp_path) == ["step-00000003"]

@@ -58,8 +58,10 @@ def test_help_version_and_wrong_configurations_do_without_torch(tmp_path):
         ["nope"],
     ]
     ran = python("-c", ALL_COMMANDS, json.dumps(good + bad), cwd=tmp_path)
-    told = [json.loads(line) for line in ran.stderr.splitlines() if line.startswith("[[")]
-    assert told == [[arguments, 0, []] for arguments in good] + [[arguments, 2, []] for arguments in bad], ran.stderr
+    outcomes = [json.loads(line) for line in ran.stderr.splitlines() if line.startswith("[[")]
+    assert outcomes == [[arguments, 0, []] for arguments in good] + [[arguments, 2, []] for arguments in bad], (
+        ran.stderr
+    )
     assert "Traceback" not in ran.stderr and "unknown key trian" in ran.stderr
 
 

@@ -294,14 +294,14 @@ def brute_peak(program: Program) -> int:
             return first[v] <= i <= end
 
         source_at = {v: i for i, e in enumerate(eqns) for v in e.outputs}
-        found = below
+        peak = below
         for i, eqn in enumerate(eqns):
             here = sum(size(v) for v in first if shows(v) is v and lies(v) and alive(v, i))
-            found = max(found, below + here)
+            peak = max(peak, below + here)
             if eqn.op.name == "call":
                 own = sum(size(v) for v in eqn.outputs)
-                found = max(found, most(eqn.params["block"], below + here - own))
-        return found
+                peak = max(peak, most(eqn.params["block"], below + here - own))
+        return peak
 
     return most(program.entry, sum(size(v) for v in program.inputs))
 
@@ -372,10 +372,10 @@ def one():
 )
 def test_what_overlaps_takes_no_longer_than_one_after_the_other(one, names, sizes):
     mesh = Mesh(sizes)
-    found = one.under(Plan.read(names, mesh))
-    apart = check(lower.hoist(transform.simplify(found.local)))
+    distributed = one.under(Plan.read(names, mesh))
+    apart = check(lower.hoist(transform.simplify(distributed.local)))
     links = CPU.links(mesh)
-    serial, beside = clock(apart, CPU, links), clock(ready_to_run(found), CPU, links)
+    serial, beside = clock(apart, CPU, links), clock(ready_to_run(distributed), CPU, links)
     assert near(serial.seconds, sum(serial.totals.values())), "nothing goes on beside anything yet"
     assert beside.seconds <= serial.seconds * (1 + 1e-9)
 

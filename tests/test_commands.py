@@ -123,18 +123,18 @@ def test_an_exported_program_is_the_forward_pass(run, folder, tmp_path):
 
 def test_scores_are_those_of_a_plain_loop(run, folder, tmp_path):
     (tmp_path / "held.txt").write_text(TEXT[:700])
-    told = json.loads(mycel("evaluate", folder, "--data", tmp_path / "held.txt", "--length", 16, "--json").stdout)
+    scores = json.loads(mycel("evaluate", folder, "--data", tmp_path / "held.txt", "--length", 16, "--json").stdout)
     model = hf.AutoModelForCausalLM.from_pretrained(folder).eval()
     ids = torch.tensor([*TEXT[:700].encode(), Bytes.eos])
     ids = ids[: len(ids) // 16 * 16].view(-1, 16)
     with torch.no_grad():
         logits = model(input_ids=ids).logits[:, :-1]
     loss = F.cross_entropy(logits.reshape(-1, 258).double(), ids[:, 1:].reshape(-1)).item()
-    assert told["tokens"] == ids[:, 1:].numel() and told["loss"] == pytest.approx(loss, rel=1e-6)
-    assert told["perplexity"] == pytest.approx(math.exp(loss), rel=1e-6)
-    assert told["accuracy"] == pytest.approx((logits.argmax(-1) == ids[:, 1:]).double().mean().item())
+    assert scores["tokens"] == ids[:, 1:].numel() and scores["loss"] == pytest.approx(loss, rel=1e-6)
+    assert scores["perplexity"] == pytest.approx(math.exp(loss), rel=1e-6)
+    assert scores["accuracy"] == pytest.approx((logits.argmax(-1) == ids[:, 1:]).double().mean().item())
     of_run = json.loads(mycel("evaluate", run, "--data", tmp_path / "held.txt", "--json").stdout)
-    assert of_run == pytest.approx(told, rel=1e-6), "of the run's best checkpoint, in sequences of its length"
+    assert of_run == pytest.approx(scores, rel=1e-6), "of the run's best checkpoint, in sequences of its length"
 
 
 def test_multiple_choice_by_likelihood(folder, tmp_path):
@@ -158,8 +158,8 @@ def test_multiple_choice_by_likelihood(folder, tmp_path):
         hits += max(range(len(sums)), key=sums.__getitem__) == answer
         by_byte += max(range(len(sums)), key=lambda i: sums[i] / len(record["choices"][i])) == answer
     (tmp_path / "questions.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    told = json.loads(mycel("evaluate", folder, "--data", tmp_path / "questions.jsonl", "--json").stdout)
-    assert told == {
+    scores = json.loads(mycel("evaluate", folder, "--data", tmp_path / "questions.jsonl", "--json").stdout)
+    assert scores == {
         "accuracy": pytest.approx(hits / 3), "accuracy_by_byte": pytest.approx(by_byte / 3), "questions": 3
     }  # fmt: skip
 

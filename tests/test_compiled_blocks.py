@@ -107,9 +107,9 @@ def test_at_once_is_as_in_turn_and_found_again(capfd, monkeypatch):
         wanted, in_turn = run()
     assert not any(block.loaded for block in in_turn.values())
     server = started()
-    found, at_once = run()
+    results, at_once = run()
     assert [len(block.loaded) for block in at_once.values()] == [1, 1] and is_gone(server)
-    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(found, wanted, strict=True))
+    assert all(torch.equal(a, b) and a.stride() == b.stride() for a, b in zip(results, wanted, strict=True))
     monkeypatch.setattr(sys, "executable", "/bin/false")  # a second start finds them on disk
     server = started()
     again, kept = run()
@@ -181,16 +181,16 @@ def test_calls_that_were_foreseen_wrongly_are_not_kept(monkeypatch):
     write = compiled_blocks.write_atomically
     monkeypatch.setattr(compiled_blocks, "write_atomically", lambda path, data: kept.append(path) or write(path, data))
     with config.patch(compile_threads=1):
-        found, _ = run()
+        results, _ = run()
     assert len(kept) == 1 and not kept[0].exists()
-    assert all(torch.allclose(a, b) for a, b in zip(found, plain(*tensors()), strict=True))
+    assert all(torch.allclose(a, b) for a, b in zip(results, plain(*tensors()), strict=True))
 
 
 @pytest.mark.slow
 def test_without_workers_it_compiles_in_turn_and_says_why(capfd, monkeypatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     server = started()
-    found, blocks = run()
+    results, blocks = run()
     assert not any(block.loaded for block in blocks.values()) and is_gone(server)
     assert capfd.readouterr().err == "mycel: 2 of 2 blocks are compiled in turn: their worker ended\n"
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
@@ -199,7 +199,7 @@ def test_without_workers_it_compiles_in_turn_and_says_why(capfd, monkeypatch):
     assert BlockServer.waiting is None
     assert "no process for them could be started" in capfd.readouterr().err
     expected = plain(*tensors())
-    assert all(torch.allclose(a, b) for a, b in zip(found, expected, strict=True))
+    assert all(torch.allclose(a, b) for a, b in zip(results, expected, strict=True))
 
 
 def plain(x, w, v):
@@ -300,15 +300,15 @@ def test_strides_are_foreseen(last, monkeypatch):
 
 def test_kernels_are_kept_for_the_next_start(tmp_path, monkeypatch):
     """What torch notes of a block's kernels while it is loaded, it is told when the block is loaded again."""
-    told: list[Any] = []
+    autotuners: list[Any] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(TritonBundler, "collect_static_autotuners", lambda: (["noted"], ["its name"]))
-    monkeypatch.setattr(TritonBundler, "load_autotuners", told.append)
+    monkeypatch.setattr(TritonBundler, "load_autotuners", autotuners.append)
     path = tmp_path / "block"
     for _ in range(2):
         with compiled_blocks.kept_kernels(path):
-            assert (TritonBundler._entries is None) == bool(told)
-    assert told == [["noted"]] and TritonBundler._entries is None
+            assert (TritonBundler._entries is None) == bool(autotuners)
+    assert autotuners == [["noted"]] and TritonBundler._entries is None
     with pytest.raises(ValueError), compiled_blocks.kept_kernels(tmp_path / "other"):
         raise ValueError("it cannot be loaded")
     assert TritonBundler._entries is None and not compiled_blocks.kernels_of(tmp_path / "other").exists()
@@ -319,9 +319,9 @@ def test_what_cannot_be_foreseen_is_compiled_in_turn(capfd, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda fn, **_: fn)
     monkeypatch.setattr(compiled_blocks, "block_inputs", lambda *_: 1 / 0)
     server = started()
-    found, blocks = run()
+    results, blocks = run()
     assert not any(block.loaded for block in blocks.values()) and is_gone(server)
-    assert all(torch.allclose(a, b) for a, b in zip(found, plain(*tensors()), strict=True))
+    assert all(torch.allclose(a, b) for a, b in zip(results, plain(*tensors()), strict=True))
     wanted = "mycel: blocks are compiled one after another: ZeroDivisionError: division by zero\n"
     assert capfd.readouterr().err == wanted
 

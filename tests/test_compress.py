@@ -94,12 +94,12 @@ class Compressed:
         ]
         if self.lowered.pipeline is None:
             return self.named(simulate(self.lowered.program, self.mesh, given))
-        by_name, found = dict(zip(self.names, given, strict=True)), {}
+        by_name, results = dict(zip(self.names, given, strict=True)), {}
         programs = self.lowered.pipeline.programs
         inputs = [[by_name[str(p.role(v))] for v in p.inputs] for p in programs]
         for program, outs in zip(programs, simulate_stages(programs, self.mesh, "pp", inputs), strict=True):
-            found |= self.named(outs, program)
-        return found
+            results |= self.named(outs, program)
+        return results
 
     def whole(self, name: str, parts: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
         layouts = dict(zip(self.names, self.lowered.spread.inputs, strict=True))
@@ -338,8 +338,8 @@ def test_told_differences_and_what_is_left_of_them_are_all_there_was(kind):
 def test_what_is_gathered_follows_the_level_of_zero_of_each_parameter():
     """One that every rank updates is told of by none; one that is held whole is not gathered for use."""
     shapes, common = {"up.weight": (67, 40), "down.weight": (40, 67)}, {"mesh": {"dp": 2}, "batch": ["dp"]}
-    told = {"gather": {"dp": dict.fromkeys(COMPRESSED, "int4+ef")}, "zero": {"up.weight": 0, "*": "2 over dp"}}
-    plan = Plan.read({**common, **told})
+    for_updates = {"gather": {"dp": dict.fromkeys(COMPRESSED, "int4+ef")}, "zero": {"up.weight": 0, "*": "2 over dp"}}
+    plan = Plan.read({**common, **for_updates})
     assert plan.told_codecs(shapes) == {"down.weight": "int4"} and not plan.gathered_codecs(shapes)
     used = {"gather": {"dp": dict.fromkeys(COMPRESSED, "int8")}, "zero": {"up.weight": 1, "*": "3 over dp"}}
     plan = Plan.read({**common, **used})
@@ -405,9 +405,9 @@ def converged(codec: str, steps: int = 120) -> float:
     model, batch = Apart(), {"x": x, "y": x @ best.T + away}
     plan = Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], "compress": {"dp": {"w": codec}}})
     step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.5), plan=plan, compile=False)
-    made = step.unsharded(**batch)
-    lowered = planned(step._task(made), plan)[1]
-    program = made.program
+    unsharded = step.unsharded(**batch)
+    lowered = planned(step._task(unsharded), plan)[1]
+    program = unsharded.program
     state: dict[str, list[torch.Tensor]] = {}
     for v, layout in zip(program.inputs, lowered.spread.inputs, strict=True):
         role = program.role(v)
@@ -447,11 +447,11 @@ def one_bit(codec: str, optimizer=torch.optim.AdamW, mesh: Any = None, **written
         model, optimizer(model.parameters()), plan=plan, compile=False, accumulate=plan.microbatches
     )
     step.set_counters({"taken": torch.tensor(5)})
-    made = step.unsharded(**batch)
-    lowered = planned(step._task(made), step._given())[1]
+    unsharded = step.unsharded(**batch)
+    lowered = planned(step._task(unsharded), step._given())[1]
     gen, values = torch.Generator().manual_seed(1), {}
-    for v in made.program.inputs:
-        role = made.program.role(v)
+    for v in unsharded.program.inputs:
+        role = unsharded.program.role(v)
         known = {"lr": 0.01, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1, "step": 5.0}
         if role.kind in ("batch", "parameter"):
             values[str(role)] = batch[role.name] if role.kind == "batch" else model.get_parameter(role.name).detach()
@@ -459,7 +459,7 @@ def one_bit(codec: str, optimizer=torch.optim.AdamW, mesh: Any = None, **written
             values[str(role)] = torch.rand(v.shape, generator=gen) * 0.01
         else:
             values[str(role)] = torch.tensor(known.get(role.name, 0), dtype=v.dtype)
-    return made.program, lowered, plan.inside.mesh, values
+    return unsharded.program, lowered, plan.inside.mesh, values
 
 
 def named_updates(program: Program, outs: list[Any]) -> dict[str, Any]:
@@ -550,8 +550,8 @@ def test_in_two_processes_and_on_from_a_checkpoint_to_the_bit(tmp_path):
 def test_errors_are_kept_in_8_bits_or_more_as_the_next_plan_says():
     """From ef to loco and back; and what is owed is what was lost, not what EF21 has said so far."""
     state, role = MessageState(None), Role("error", of="w", over="dp")
-    told = Role("error", of="v", over="dp")
-    state.held = {role: torch.randn(50), told: torch.ones(2), Role("outer", "received", of="v"): torch.ones(2)}
+    ef21_role = Role("error", of="v", over="dp")
+    state.held = {role: torch.randn(50), ef21_role: torch.ones(2), Role("outer", "received", of="v"): torch.ones(2)}
     before = state.held[role].clone()
     small = state.value(role, Type(EIGHT_BITS, (50,)), torch.device("cpu"))
     assert small.dtype == EIGHT_BITS and ((numbers(small) - before).abs() <= before.abs() / 8 + 1.3).all()

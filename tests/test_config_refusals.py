@@ -25,7 +25,7 @@ def refused(path: Path | None = None, *overrides: str) -> str:
     return str(e.value)
 
 
-def told(tmp_path: Path, text: str, *overrides: str) -> str:
+def file_refusal(tmp_path: Path, text: str, *overrides: str) -> str:
     """What a file with this text is refused with, its folder left out."""
     (tmp_path / "run.yaml").write_text(text)
     return refused(tmp_path / "run.yaml", *overrides).replace(f"{tmp_path}{os.sep}", "")
@@ -106,7 +106,7 @@ def test_a_misspelt_key_is_found_and_named(tmp_path, key, data):
     )
     assume(".".join([*above, wrong]) not in KEYS)
     lines = [f"{'  ' * depth}{part}:" for depth, part in enumerate(above)] + [f"{'  ' * len(above)}{wrong}: 1"]
-    message = told(tmp_path, "# first\n" + "\n".join(lines) + "\n")
+    message = file_refusal(tmp_path, "# first\n" + "\n".join(lines) + "\n")
     assert message.startswith(
         f"unknown key {'.'.join([*above, wrong])}\n  at        run.yaml:{len(lines) + 1}:{2 * len(above) + 1}\n"
         f"            {wrong}: 1\n"
@@ -159,10 +159,12 @@ MISTAKES = {
 @quick
 @given(st.lists(st.sampled_from(sorted(MISTAKES)), min_size=2, unique=True))
 def test_all_mistakes_are_told_in_the_order_of_the_lines(tmp_path, lines):
-    message = told(tmp_path, "\n".join(lines), "run={}", "oh=1")
-    found = [message.find(f"\n{MISTAKES[line]}") for line in lines] + [message.find("\nunknown key oh")]
+    message = file_refusal(tmp_path, "\n".join(lines), "run={}", "oh=1")
+    positions = [message.find(f"\n{MISTAKES[line]}") for line in lines] + [message.find("\nunknown key oh")]
     assert (
-        message.splitlines()[0].endswith("mistakes in the configuration") and -1 not in found and found == sorted(found)
+        message.splitlines()[0].endswith("mistakes in the configuration")
+        and -1 not in positions
+        and positions == sorted(positions)
     )
 
 
@@ -324,7 +326,7 @@ run.yaml is nested too deeply to be read
 
 @pytest.mark.parametrize("text", GOLDEN, ids=lambda text: text[:24])
 def test_golden(tmp_path, text):
-    assert told(tmp_path, text) == GOLDEN[text]
+    assert file_refusal(tmp_path, text) == GOLDEN[text]
 
 
 def test_golden_arguments(tmp_path):
@@ -337,7 +339,7 @@ def test_golden_arguments(tmp_path):
         "train.batch={a: 3}",
         "oops",
     ]
-    assert told(tmp_path, "optimizer: {lr: 1}\n", *arguments) == """\
+    assert file_refusal(tmp_path, "optimizer: {lr: 1}\n", *arguments) == """\
 7 mistakes in the configuration
 oops is not a setting
   try       section.key=value
@@ -363,7 +365,7 @@ train.batch is {a: 3}, not a whole number from 1 to 2147483647
 
 def test_a_bomb_of_aliases_is_refused_quickly(tmp_path):
     levels = [f"    b{i}: &b{i} [{', '.join([f'*b{i - 1}'] * 9 if i else ['1'] * 9)}]" for i in range(12)]
-    message = told(tmp_path, "data: {tokenizer: t}\nmodel:\n  config:\n    model_type: x\n" + "\n".join(levels))
+    message = file_refusal(tmp_path, "data: {tokenizer: t}\nmodel:\n  config:\n    model_type: x\n" + "\n".join(levels))
     assert "repeats itself without end" in message and "mistakes" not in message
 
 

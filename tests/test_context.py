@@ -193,8 +193,8 @@ def test_padding_may_hold_anything(mask, params, label):
     for op, given in ((attention, inputs), (attention_grad, with_results(inputs, params))):
         program, choice, outs = lowered(op, given, params, labels_on(mesh, label), mesh)
         tensors = [(x, layout) for x, layout in zip(given, choice.ins, strict=True) if layout is not None]
-        made = simulate(program, mesh, [poisoned(x, layout, mesh) for x, layout in tensors])
-        for m, layout, v, want in zip(made, choice.outs, outs, op.kernel(*given, **params), strict=True):
+        outputs = simulate(program, mesh, [poisoned(x, layout, mesh) for x, layout in tensors])
+        for m, layout, v, want in zip(outputs, choice.outs, outs, op.kernel(*given, **params), strict=True):
             assert torch.allclose(put_together(m, layout, v.type, mesh), want, rtol=EXACT, atol=EXACT)
 
 
@@ -225,8 +225,8 @@ def test_axes_together_and_beside_others():
 
 
 def test_a_ring_is_offered_where_rows_and_columns_lie_alike():
-    found = options(attention, operands(8, 8), {"causal": True}).labels(Mesh(cp=2), "cp", {})
-    assert ROWS in found and RING in found
+    labels = options(attention, operands(8, 8), {"causal": True}).labels(Mesh(cp=2), "cp", {})
+    assert ROWS in labels and RING in labels
     assert RING not in options(attention, operands(8, 8), {}).labels(Mesh(a=2, b=2), "b", {"q": ("a",)})
 
 
@@ -259,9 +259,9 @@ def test_sums_are_kept_in_32_bits():
 def blocks(program, name):
     """(rows, columns, causal) of the attention equations"""
     at = 0 if name == "attention" else 1
-    found = [e for e in program.main.eqns if e.op.name == name]
-    assert all(e.inputs[at + 3] is None for e in found), "a mask: scores are computed for nothing"
-    return [(e.inputs[at].shape[2], e.inputs[at + 1].shape[2], e.params.get("causal", False)) for e in found]
+    equations = [e for e in program.main.eqns if e.op.name == name]
+    assert all(e.inputs[at + 3] is None for e in equations), "a mask: scores are computed for nothing"
+    return [(e.inputs[at].shape[2], e.inputs[at + 1].shape[2], e.params.get("causal", False)) for e in equations]
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
@@ -271,11 +271,11 @@ def test_a_causal_ring_computes_each_score_once(count):
     mesh, length = Mesh(cp=count), 48
     inputs, params = operands(length, length), {"causal": True}
     for op, given in ((attention, inputs), (attention_grad, with_results(inputs, params))):
-        found = blocks(lowered(op, given, params, {"cp": RING}, mesh)[0], op.name)
-        assert all(q == k for q, k, causal in found if causal)
-        needed = sum(q * (q + 1) // 2 if causal else q * k for q, k, causal in found)
+        shapes = blocks(lowered(op, given, params, {"cp": RING}, mesh)[0], op.name)
+        assert all(q == k for q, k, causal in shapes if causal)
+        needed = sum(q * (q + 1) // 2 if causal else q * k for q, k, causal in shapes)
         assert count * needed == length * (length + 1) // 2
-        touched = sum(q * k for q, k, _ in found)  # by kernels that do not skip the other half of a triangle
+        touched = sum(q * k for q, k, _ in shapes)  # by kernels that do not skip the other half of a triangle
         assert touched * 2 * count == (count + 1) * (length // count) * length
 
 
@@ -358,6 +358,6 @@ def test_from_sequence_to_heads_and_back(params, mesh):
         assert [e.op.name for e in program.main.eqns] == ["all_to_all"] * len(tensors) + [op.name] + [
             "all_to_all"
         ] * len(outs)
-        made = simulate(program, mesh, [spread_out(x, split(x), mesh) for x in tensors])
-        for m, v, want in zip(made, outs, op.kernel(*given, **params), strict=True):
+        outputs = simulate(program, mesh, [spread_out(x, split(x), mesh) for x in tensors])
+        for m, v, want in zip(outputs, outs, op.kernel(*given, **params), strict=True):
             assert torch.allclose(put_together(m, split(v), v.type, mesh), want, rtol=EXACT, atol=EXACT)

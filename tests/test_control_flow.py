@@ -25,10 +25,10 @@ def leaves(value):
     return [torch.as_tensor(value).detach().double()]
 
 
-def close(found, wanted, tolerance=1e-12):
-    found, wanted = leaves(found), leaves(wanted)
-    assert len(found) == len(wanted)
-    for a, b in zip(found, wanted, strict=True):
+def close(actual, wanted, tolerance=1e-12):
+    actual, wanted = leaves(actual), leaves(wanted)
+    assert len(actual) == len(wanted)
+    for a, b in zip(actual, wanted, strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
 
@@ -53,10 +53,10 @@ def test_one_program_serves_all_ways(name, mode):
             if isinstance(fn, nn.Module):
                 close(twin.state_dict(), fn.state_dict())
     assert len(fast.entries) == 1
-    found = operators(fast.program(*case.arguments[0]))
-    assert found & {"cond", "loop", "scan"} if case.has == {"cond", "loop", "scan"} else case.has <= found
+    op_names = operators(fast.program(*case.arguments[0]))
+    assert op_names & {"cond", "loop", "scan"} if case.has == {"cond", "loop", "scan"} else case.has <= op_names
     if not case.has:
-        assert not found & {"cond", "loop", "scan"}
+        assert not op_names & {"cond", "loop", "scan"}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -228,24 +228,24 @@ def test_code_without_a_file_is_rewritten(where, monkeypatch):
         monkeypatch.setitem(linecache.cache, name, (len(CELL), None, CELL.splitlines(True), name))
     else:
         monkeypatch.setattr(sys, "orig_argv", ["python", "-c", CELL])
-    made = {}
-    exec(compile(CELL, name, "exec"), made)
-    fn = made["outer"](3.0)
+    namespace = {}
+    exec(compile(CELL, name, "exec"), namespace)
+    fn = namespace["outer"](3.0)
     fast = mycel.jit(fn, strict=True)
     for x in (torch.ones(3), -torch.ones(3)):
         close(fast(x), fn(x))
 
 
 def test_functions_without_source_say_so():
-    made = {}
-    exec("def plain(x):\n    return x * 2\ndef decides(x):\n    return x if x.sum() > 0 else -x", made)
+    namespace = {}
+    exec("def plain(x):\n    return x * 2\ndef decides(x):\n    return x if x.sum() > 0 else -x", namespace)
     x = torch.ones(3)
-    close(mycel.jit(made["plain"])(x), x * 2)
+    close(mycel.jit(namespace["plain"])(x), x * 2)
     with pytest.raises(
         mycel.CaptureError, match="the control flow of decides is not captured, because its source is not available"
     ):
-        mycel.jit(lambda x: made["decides"](x * ONE), strict=True)(x)
-    close(mycel.jit(made["decides"])(x), x)
+        mycel.jit(lambda x: namespace["decides"](x * ONE), strict=True)(x)
+    close(mycel.jit(namespace["decides"])(x), x)
     close(mycel.jit(torch.sin)(x), x.sin())
     close(mycel.jit(lambda x: max(len(x), 2) * x)(x), x * 3)
 
@@ -306,10 +306,10 @@ def test_python_values_stay_python():
     x = torch.ones(2)
     wanted, trail = fn(x, True), log[:]
     log.clear()
-    found = mycel.jit(fn)(x, True)
+    result = mycel.jit(fn)(x, True)
     assert log == trail
-    assert found[1:] == wanted[1:]
-    close(found[0], wanted[0])
+    assert result[1:] == wanted[1:]
+    close(result[0], wanted[0])
 
 
 def test_lines_and_names_are_the_users():

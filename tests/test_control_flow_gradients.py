@@ -166,8 +166,8 @@ def test_second_derivatives(name):
         )
         want = torch.zeros_like(own[i])
         if first is not None and first.requires_grad:
-            found = torch.autograd.grad((first**2).sum(), own[i], allow_unused=True)[0]
-            want = want if found is None else found
+            second = torch.autograd.grad((first**2).sum(), own[i], allow_unused=True)[0]
+            want = want if second is None else second
         reset()
         assert torch.allclose(ours(*fresh(args)), want, rtol=1e-8, atol=1e-8), (name, args)
         reset()

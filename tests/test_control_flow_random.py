@@ -168,8 +168,8 @@ def test_random_programs(tmp_path_factory, random):
     fast = mycel.jit(module.fn)
     for x, y, n in INPUTS:
         wanted = module.fn(x, y, n)
-        found = fast(x, y, torch.tensor(n))
-        for a, b in zip(found, wanted, strict=True):
+        results = fast(x, y, torch.tensor(n))
+        for a, b in zip(results, wanted, strict=True):
             torch.testing.assert_close(
                 torch.as_tensor(a, dtype=torch.float64), torch.as_tensor(b, dtype=torch.float64), rtol=1e-10, atol=1e-10
             )

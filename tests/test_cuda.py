@@ -127,10 +127,10 @@ def test_the_fused_loss_in_16_bits(monkeypatch, classes, reduction, bias, dtype)
     for chunk in (op.kernel.__globals__["CHUNK"], 64 * classes):
         monkeypatch.setitem(op.kernel.__globals__, "CHUNK", chunk)
         with torch.no_grad():
-            found = op.kernel(x, w, b, target, reduction=reduction)
-        for a, c in zip(found, want, strict=True):
+            results = op.kernel(x, w, b, target, reduction=reduction)
+        for a, c in zip(results, want, strict=True):
             assert (a.double() - c).norm() <= 1e-2 * c.norm()
-        assert abs(found[0] - loss) <= 1e-4 * abs(loss)
+        assert abs(results[0] - loss) <= 1e-4 * abs(loss)
 
 
 @pytest.mark.parametrize("shape", [(300, 64, 5000), (3000, 256, 5000), (200, 2048, 777)], ids=str)
@@ -256,8 +256,8 @@ def test_the_gradient_of_a_bias_in_16_bits(dtype, shape, dropout):
     g = torch.randn_like(y)
     want = grad.kernel(g, *wide, y, lse, draws, dropout=dropout)
     narrow = (g.to(dtype), q, k, v, mask, y.to(dtype), lse.float(), draws)
-    found = grad.kernel(*narrow, dropout=dropout)
-    assert found.dtype == mask.dtype and (found.double() - want).norm() <= 1e-2 * want.norm()
+    result = grad.kernel(*narrow, dropout=dropout)
+    assert result.dtype == mask.dtype and (result.double() - want).norm() <= 1e-2 * want.norm()
     compiled = torch.compile(grad.kernel, fullgraph=True)(*narrow, dropout=dropout)
     assert (compiled.double() - want).norm() <= 1e-2 * want.norm()
 
@@ -271,9 +271,9 @@ def test_a_window_in_16_bits(window, width, length):
     attention, grad = OPS["attention"].kernel, OPS["attention_grad"].kernel
     want = attention(q.double(), k.double(), v.double(), None, window=window)
     want += grad(g.double(), q.double(), k.double(), v.double(), None, *want, window=window)
-    found = attention(q, k, v, None, window=window)
-    found += grad(g, q, k, v, None, *found, window=window)
-    for a, b in zip(found, want, strict=True):
+    results = attention(q, k, v, None, window=window)
+    results += grad(g, q, k, v, None, *results, window=window)
+    for a, b in zip(results, want, strict=True):
         assert a.shape == b.shape and (a.double() - b).norm() <= 1e-2 * b.norm()
 
 
@@ -309,14 +309,14 @@ def test_a_recorded_step_is_the_step(accumulate):
 @pytest.fixture
 def replayed_calls(monkeypatch):
     """The calls of jitted functions that may be recorded, as they are made."""
-    made, plain = [], api.replayed_call
+    calls, plain = [], api.replayed_call
 
     def seen(*how):
-        made.append(plain(*how))
-        return made[-1]
+        calls.append(plain(*how))
+        return calls[-1]
 
     monkeypatch.setattr(api, "replayed_call", seen)
-    return made
+    return calls
 
 
 def recordings(call):
@@ -326,11 +326,11 @@ def recordings(call):
     return [replayed.recording for replayed in of_contexts]
 
 
-def same_results(found, wanted):
+def same_results(actual, wanted):
     if isinstance(wanted, torch.Tensor):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
     elif isinstance(wanted, (dict, tuple, list)):
-        values = (x.values() if isinstance(x, dict) else x for x in (found, wanted))
+        values = (x.values() if isinstance(x, dict) else x for x in (actual, wanted))
         for a, b in zip(*values, strict=True):
             same_results(a, b)
 
@@ -342,8 +342,8 @@ def test_jitted_models_are_replayed(name, replayed_calls):
     fast = mycel.jit(model)
     with torch.no_grad():
         wanted = model(**batch)
-        found = [fast(**batch) for _ in range(4)]
-    for each in found:
+        results = [fast(**batch) for _ in range(4)]
+    for each in results:
         same_results(each, wanted)
     if name in ("llama", "gpt2", "bert", "vit"):
         (call,) = replayed_calls

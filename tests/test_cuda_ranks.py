@@ -64,11 +64,11 @@ def test_a_step_in_16_bits(names, sizes):
     norm of them all."""
     one = OneDevice.of(*llama(), precision="bf16", clip_norm=1.0)
     mesh = Mesh(sizes)
-    found = one.under(Plan.read(names, mesh))
+    distributed = one.under(Plan.read(names, mesh))
     values = start_values(one)
     serial = interpret(one.unsharded.program, values)
-    parts = [spread_out(x, layout, mesh) for x, layout in zip(values, found.inputs, strict=True)]
-    got = simulate(check(found.local), mesh, parts)
+    parts = [spread_out(x, layout, mesh) for x, layout in zip(values, distributed.inputs, strict=True)]
+    got = simulate(check(distributed.local), mesh, parts)
     for i in (0, 1):  # the loss, the norm
         assert all(torch.allclose(x, serial[i], rtol=1e-2) for x in got[i]), (i, got[i], serial[i])
 

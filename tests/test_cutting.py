@@ -62,12 +62,12 @@ def test_parts_are_those_of_the_whole(kind):
         mesh = Mesh(axes)
         for rank in range(mesh.world):
             cuts = Cuts(meta, Plan.read(plan, mesh), mesh, rank)
-            made = cuts.built(lambda: fresh(kind, "cpu"))
+            model = cuts.built(lambda: fresh(kind, "cpu"))
             for name, x in itertools.chain(
                 whole.named_parameters(remove_duplicate=False), whole.named_buffers(remove_duplicate=False)
             ):
-                assert torch.equal(attribute(made, name), part_of(x.detach(), cuts.layouts[name], mesh, rank)), name
-            assert not cuts.notes and same_ties(made, whole)
+                assert torch.equal(attribute(model, name), part_of(x.detach(), cuts.layouts[name], mesh, rank)), name
+            assert not cuts.notes and same_ties(model, whole)
     assert torch.equal(torch.get_rng_state(), drawn)
 
 
@@ -101,10 +101,10 @@ def test_a_constructor_that_reads_what_it_made_is_told_and_right():
     mesh = Mesh(dp=2)
     for rank in range(2):
         cuts = Cuts(outline(Reads), Plan.read("zero3", mesh), mesh, rank)
-        made, whole = cuts.built(make), make()
+        model, whole = cuts.built(make), make()
         assert "reads a parameter that it has made before" in cuts.notes[0]
-        assert torch.equal(made.b.weight, 2 * made.a.weight) and torch.equal(
-            made.a.weight, part_of(whole.a.weight, cuts.layouts["a.weight"], mesh, rank)
+        assert torch.equal(model.b.weight, 2 * model.a.weight) and torch.equal(
+            model.a.weight, part_of(whole.a.weight, cuts.layouts["a.weight"], mesh, rank)
         )
 
 

@@ -180,12 +180,12 @@ def test_long_text_read_in_pieces_is_the_same_text(text, piece):
     with tempfile.TemporaryDirectory(dir=MEMORY) as folder, pytest.MonkeyPatch.context() as patch:
         path = write(Path(folder) / "a.txt", text)
         patch.setattr(documents, "PIECE_BYTES", piece)
-        found = list(documents.segments(sources.DataFile(path, "text", "", (0,)), {}, Bytes()))
-    assert "".join(s.text for s in found) == text.removeprefix("\ufeff")
-    assert [s.opens for s in found] == [True] + [False] * (len(found) - 1) and [s.closes for s in found][::-1] == [
+        parts = list(documents.segments(sources.DataFile(path, "text", "", (0,)), {}, Bytes()))
+    assert "".join(s.text for s in parts) == text.removeprefix("\ufeff")
+    assert [s.opens for s in parts] == [True] + [False] * (len(parts) - 1) and [s.closes for s in parts][::-1] == [
         True
-    ] + [False] * (len(found) - 1)
-    assert all(a.text.endswith("\n") or "\n" not in a.text for a, _ in pairwise(found))
+    ] + [False] * (len(parts) - 1)
+    assert all(a.text.endswith("\n") or "\n" not in a.text for a, _ in pairwise(parts))
 
 
 def test_order_of_batch_rows_is_the_order_asked_for(make):
@@ -325,9 +325,9 @@ def test_zstandard_is_read_in_pieces(make, monkeypatch):
 
 def test_without_pyarrow_it_says_what_to_install(make, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    told = r"which is not installed\n  at .*\n  try       pip install 'mycel\[data\]'"
+    message = r"which is not installed\n  at .*\n  try       pip install 'mycel\[data\]'"
     for name in ("a.parquet", "a.arrow", "a.txt.zst"):
-        with pytest.raises(TrainError, match=told):
+        with pytest.raises(TrainError, match=message):
             make({name: b"x" * 20})
 
 
@@ -367,9 +367,9 @@ def test_a_folder_with_jsonl_gives_only_that(make, tmp_path):
 
 
 def test_the_standard_library_is_data(tmp_path):
-    found = sources.find("stdlib", "auto")
-    assert found == sources.find(["stdlib"], "auto") and sum(p.stat().st_size for p, _ in found) <= sources.STDLIB_BYTES
-    names = [p.relative_to(sysconfig.get_paths()["stdlib"]) for p, _ in found]
+    files = sources.find("stdlib", "auto")
+    assert files == sources.find(["stdlib"], "auto") and sum(p.stat().st_size for p, _ in files) <= sources.STDLIB_BYTES
+    names = [p.relative_to(sysconfig.get_paths()["stdlib"]) for p, _ in files]
     assert {"abc.py", "json/decoder.py", "asyncio/events.py"} <= {str(n) for n in names}
     assert not {"test", "site-packages", "__pycache__"}.intersection(part for n in names for part in n.parts)
 
@@ -415,10 +415,10 @@ def test_the_fingerprint_follows_the_data_and_not_the_place(make, tmp_path):
 
 
 def test_progress_ends_at_the_whole(make):
-    told = []
-    make({f"{i}.txt": "x" * 400_000 for i in range(6)}, progress=lambda *a: told.append(a))
-    done = [d for _, d, _ in told]
-    assert len(done) >= 3 and done == sorted(done) and told[-1] == ("tokenising", 2_400_000, 2_400_000)
+    reports = []
+    make({f"{i}.txt": "x" * 400_000 for i in range(6)}, progress=lambda *a: reports.append(a))
+    done = [d for _, d, _ in reports]
+    assert len(done) >= 3 and done == sorted(done) and reports[-1] == ("tokenising", 2_400_000, 2_400_000)
 
 
 # What is refused.

@@ -118,13 +118,13 @@ def test_other_tokenizers_and_fields_have_their_own_tokens(place):
     write = place / "x.jsonl"
     write.write_text('{"text": "one text of it", "other": "and another one"}\n' * 9)
     options = {"length": 8, "cache": place / "cache"}
-    made = [
+    datasets = [
         prepare(write, tokenizer=Bytes(), **options),
         prepare(write, tokenizer=Bytes(), fields={"text": "other"}, **options),
         prepare(write, tokenizer=Bytes(fingerprint="another"), **options),
         prepare(write, tokenizer=Bytes(), format="text", **options),
     ]
-    assert len({d.fingerprint for d in made}) == len(complete(place)) == 4
+    assert len({d.fingerprint for d in datasets}) == len(complete(place)) == 4
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(place):
@@ -284,10 +284,10 @@ def test_one_process_works_while_the_others_wait(place):
         assert all(waiting.acquire(timeout=60) for _ in range(3)), "all others have come to the lock"
 
     def work():
-        found = run(
+        dataset = run(
             place, tokenise, progress=lambda what, *_: waiting.release() if what.startswith("another process") else None
         )
-        assert content(found) == good
+        assert content(dataset) == good
 
     assert together(work) == [0, 0, 0, 0]
     assert worked.acquire(block=False) and not worked.acquire(block=False)

@@ -47,9 +47,9 @@ def test_the_last_that_fits(growth):
 
         budget = chance.uniform(sizes[0], 1.1 * sizes[-1])
         want = max(k for k, size in enumerate(sizes) if size <= budget)
-        found, choice = last_that_fits(count, at, budget, needing(sizes[0], 0))
-        assert choice.name == found and sizes[found] <= budget
-        assert 0 <= want - found < max(1, count // FINE), (seed, found, want)
+        index, choice = last_that_fits(count, at, budget, needing(sizes[0], 0))
+        assert choice.name == index and sizes[index] <= budget
+        assert 0 <= want - index < max(1, count // FINE), (seed, index, want)
         assert len(tried) == len(set(tried)) <= 4 * max(count, 1).bit_length()
         if growth == "evenly":
             assert len(tried) <= 6

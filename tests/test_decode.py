@@ -117,14 +117,14 @@ def test_of_an_encoder_and_a_decoder_text_is_that_of_transformers_and_it_says_ho
 def test_a_growing_cache_runs_as_it_is_and_says_so():
     model = model_of("llama", **FAMILIES["llama"])
     fast, cache, token = mycel.jit(model), transformers.DynamicCache(), torch.tensor([[9]])
-    with torch.no_grad(), warnings.catch_warnings(record=True) as told:
+    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
             out = fast(token, past_key_values=cache)
     assert out.past_key_values.get_seq_length() == 3 and not fast.entries
     with pytest.raises(CaptureError) as refused:
         mycel.capture(model, token, past_key_values=cache)
-    text = "\n\n".join([*(str(w.message) for w in told), str(refused.value).split("\n  at")[0]])
+    text = "\n\n".join([*(str(w.message) for w in caught), str(refused.value).split("\n  at")[0]])
     golden("cache_messages", text + "\n  try " + str(refused.value).split("\n  try ")[1])
 
 

@@ -42,7 +42,7 @@ from mycel.run.simulate import spread_out
 
 def random_inputs(program, mesh, rng):
     """Any layout for each input, partial sums among them."""
-    found = {}
+    layouts = {}
     for i, v in enumerate(program.inputs):
         dims = [[] for _ in v.shape]
         partial = []
@@ -52,8 +52,8 @@ def random_inputs(program, mesh, rng):
                 dims[where].append(axis)
             elif where == len(dims) and v.dtype.is_floating_point and v.name not in program.updates:
                 partial.append((axis, "+"))
-        found[i] = Layout(tuple(map(tuple, dims)), tuple(partial))
-    return found
+        layouts[i] = Layout(tuple(map(tuple, dims)), tuple(partial))
+    return layouts
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -169,7 +169,7 @@ TIMES = {
 }
 
 
-def made(name):
+def model_and_batch(name):
     torch.manual_seed(0)
     make, batch = MODELS[name]
     model = make().double()
@@ -189,7 +189,7 @@ def quick(monkeypatch):
 def test_random_plans(name, chunk, quick):
     """300 and more plans by chance, uneven sizes among them."""
     rng = random.Random(f"{name} {chunk}")
-    model, batch = made(name)
+    model, batch = model_and_batch(name)
     more = {"clip_norm": 1.0} if rng.random() < 0.5 else {}
     if name not in ("branches", "convolutions") and rng.random() < 0.3:
         more["accumulate"] = 2 if next(iter(batch.values())).shape[0] % 2 == 0 else 5
@@ -220,7 +220,7 @@ PRODUCTS = [
 @pytest.mark.parametrize("names, sizes", PRODUCTS, ids=[f"{names} {sizes}" for names, sizes in PRODUCTS])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gpt2", "bert", "t5"])
 def test_ready_plans_and_their_products(name, names, sizes, quick):
-    step_equals(OneDevice.of(*made(name), clip_norm=1.0), Plan.read(names, Mesh(sizes)))
+    step_equals(OneDevice.of(*model_and_batch(name), clip_norm=1.0), Plan.read(names, Mesh(sizes)))
 
 
 def named(name, **more):
@@ -265,7 +265,7 @@ def test_models_no_plan_was_written_for(name, quick):
     "names, sizes", [("zero3", {"dp": 3}), ("tp", {"tp": 2}), ("zero1+cp", {"dp": 2, "cp": 2})], ids=str
 )
 def test_a_step_that_is_skipped_is_skipped_by_all(names, sizes):
-    one = OneDevice.of(*made("llama"), clip_norm=1.0)
+    one = OneDevice.of(*model_and_batch("llama"), clip_norm=1.0)
     step_equals(one, Plan.read(names, Mesh(sizes)), poison=True)
 
 
@@ -275,35 +275,37 @@ def test_half_precision(precision, names, sizes):
     """The same loss up to the rounding of 16 bits, in which sums in another order differ."""
     torch.manual_seed(0)
     one = OneDevice.of(MODELS["llama"][0](), text(), precision=precision)
-    found = one.under(Plan.read(names, Mesh(sizes)))
+    distributed = one.under(Plan.read(names, Mesh(sizes)))
     values = start_values(one)
     serial = interpret(one.unsharded.program, values)[0]
-    parts = [spread_out(x, layout, Mesh(sizes)) for x, layout in zip(values, found.inputs, strict=True)]
-    assert all(torch.allclose(loss, serial, rtol=4e-3) for loss in simulate(check(found.local), Mesh(sizes), parts)[0])
+    parts = [spread_out(x, layout, Mesh(sizes)) for x, layout in zip(values, distributed.inputs, strict=True)]
+    assert all(
+        torch.allclose(loss, serial, rtol=4e-3) for loss in simulate(check(distributed.local), Mesh(sizes), parts)[0]
+    )
 
 
 def test_parameters_travel_in_16_bits_and_gradients_in_32():
     """A weight is cast before it is gathered, its gradient widened before it is summed."""
     one = OneDevice.of(MODELS["llama"][0](), text(), precision="bf16")
-    found = [
+    messages = [
         (e.op.name, e.inputs[0].type)
         for _, e in walk(one.under(Plan.read("zero3", Mesh(dp=2))).local)
         if e.op.by_rank and e.inputs
     ]
     tables = {(97, 16), (97, 32)}  # the embedding is looked up in as it is
-    gathered = [t for name, t in found if name == "all_gather" and t.ndim == 2 and t.shape not in tables]
-    summed = [t for name, t in found if name == "reduce_scatter"]
+    gathered = [t for name, t in messages if name == "all_gather" and t.ndim == 2 and t.shape not in tables]
+    summed = [t for name, t in messages if name == "reduce_scatter"]
     assert gathered and all(t.dtype == torch.bfloat16 for t in gathered)
     assert summed and all(t.dtype == torch.float32 for t in summed)
 
 
 def test_what_a_rank_holds_under_zero():
     """Parameters, gradients and optimiser state: a quarter on four ranks."""
-    one = OneDevice.of(*made("llama"))
-    found = one.under(Plan.read("zero3", Mesh(dp=4)))
+    one = OneDevice.of(*model_and_batch("llama"))
+    distributed = one.under(Plan.read("zero3", Mesh(dp=4)))
     sizes = lambda program: sum(v.type.bytes for v in program.inputs if v.dtype.is_floating_point and v.type.ndim)
-    assert sizes(found.local) <= 0.27 * sizes(one.unsharded.program)
-    gradients = next(e for _, e in walk(found.local) if e.op.name == "adam")
+    assert sizes(distributed.local) <= 0.27 * sizes(one.unsharded.program)
+    gradients = next(e for _, e in walk(distributed.local) if e.op.name == "adam")
     count = gradients.params["count"]
     whole = next(e for e in one.unsharded.program.main.eqns if e.op.name == "adam")
     mine, all_ = (sum(v.type.bytes for v in e.inputs[4 * count : 5 * count]) for e in (gradients, whole))
@@ -318,7 +320,7 @@ def test_every_ready_plan_is_among_them():
 
 
 def test_mistakes_in_plans_are_told():
-    model, _ = made("mlp")
+    model, _ = model_and_batch("mlp")
     mesh = Mesh(dp=2)
     for written, message in [
         ({"parameters": {"net.9.weight": ["dp", "-"]}}, "net.9.weight matches no parameter\n  try       net"),
@@ -346,7 +348,7 @@ def test_a_mesh_of_one_costs_nothing(mesh, plan):
     """The same program and the same code as without a mesh."""
     sources = []
     for more in ({}, {"mesh": mesh, "plan": plan}):
-        model, batch = made("llama")
+        model, batch = model_and_batch("llama")
         step = mycel.train_step(model, torch.optim.AdamW(model.parameters()), **more).prepare(**batch)
         sources.append(step.source)
     assert sources[0] == sources[1]
@@ -379,20 +381,20 @@ def test_parameters_come_one_layer_ahead(precision):
 )
 def test_what_is_computed_again_is_the_same_on_ranks(names, sizes):
     """With messages among it."""
-    one, mesh = OneDevice.of(*made("llama"), clip_norm=1.0), Mesh(sizes)
-    found = one.under(Plan.read(names, mesh))
-    program = check(transform.simplify(found.local))
+    one, mesh = OneDevice.of(*model_and_batch("llama"), clip_norm=1.0), Mesh(sizes)
+    distributed = one.under(Plan.read(names, mesh))
+    program = check(transform.simplify(distributed.local))
     costs = Costs(program, CPU, False)
     full = residuals(program, one.unsharded.body, costs, [1.0])  # a byte is dearer than computing anything
     assert any(d.seconds for d in full.pairs)
     local = check(lower.overlap(check(lower.hoist(lower.reside(program, full)))))
-    compared(one.unsharded.program, found, mesh, start_values(one), local)
+    compared(one.unsharded.program, distributed, mesh, start_values(one), local)
 
 
 def test_all_ranks_make_the_same_program():
     """Processes order the same sets differently: the messages of their programs must not follow."""
     code = (
-        "from test_distribute import *; one = OneDevice.of(*made('llama'), clip_norm=1.0)\n"
+        "from test_distribute import *; one = OneDevice.of(*model_and_batch('llama'), clip_norm=1.0)\n"
         "for names, sizes in (('zero3', {'dp': 2}), ('zero1+tp+cp', {'dp': 2, 'tp': 2, 'cp': 2})):\n"
         "    print(ready_to_run(one.under(Plan.read(names, Mesh(sizes)))))"
     )

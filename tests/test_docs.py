@@ -39,8 +39,8 @@ def test_the_readme_example_prints_what_it_says(tmp_path):
 
 def test_the_tour(capsys):
     runpy.run_path(str(ROOT / "docs" / "tour.py"), run_name="__main__")
-    told = capsys.readouterr().out
-    assert "== refused" in told and "causal=True" in told
+    output = capsys.readouterr().out
+    assert "== refused" in output and "causal=True" in output
 
 
 def test_the_readmes_commands_exist():

@@ -169,12 +169,12 @@ def test_a_layer_written_by_hand(how):
 
 def dense(layer: Layer, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """A layer with a capacity, one choice after the other."""
-    taken = [0] * len(layer.up)
+    counts = [0] * len(layer.up)
     y = [torch.zeros_like(row) for row in x]
     for t, row in enumerate(ids.tolist()):
         for j, e in enumerate(row):
-            taken[e] += 1
-            if taken[e] <= layer.capacity:
+            counts[e] += 1
+            if counts[e] <= layer.capacity:
                 y[t] = y[t] + weights[t, j] * (layer.down[e] @ layer.gate(layer.up[e] @ x[t]))
     return (x + torch.stack(y)).square().mean()
 
@@ -219,8 +219,8 @@ def test_a_capacity_as_switch_transformers_have_it():
     assert not torch.allclose(twin(x), Switch(99)(x))  # it drops some
     for _ in range(2):
         assert float(step(x=x)) == pytest.approx(plain_step(twin, sgd[1], {"x": x}), rel=1e-9)
-    found = operators(step.program)
-    assert "grouped_matmul" in found and not found & {"island", "index_add"}
+    names = operators(step.program)
+    assert "grouped_matmul" in names and not names & {"island", "index_add"}
     step_equals(OneDevice.of(Switch(2), {"x": x}), Plan(Mesh(dp=2), {}, ["dp"]))
     none = Switch(0)
     with pytest.raises(CaptureError, match="expert_capacity=0: every token would be dropped"):
@@ -254,8 +254,8 @@ def test_any_routing_is_exact_on_ranks(how, chosen, experts, message):
     """Also where the number of experts does not divide, where one gets all tokens, and where some get none."""
     one = OneDevice.of(Layer(experts), routed(how, experts, chosen=chosen), clip_norm=1.0)
     for mesh, batch in ((Mesh(ep=2), ["ep"]), (Mesh(dp=2, ep=2), ["dp.ep"])):
-        found = step_equals(one, Plan(mesh, SPLIT, batch))
-        assert message in operators(found.local)
+        distributed = step_equals(one, Plan(mesh, SPLIT, batch))
+        assert message in operators(distributed.local)
 
 
 def lowered_under(one: OneDevice, plan: Plan) -> mycel.lower.Lowered:
@@ -275,14 +275,14 @@ def test_rows_travel_to_experts_in_fewer_bytes():
     serial = interpret(one.unsharded.program, values)
     sent = {}
     for codec, near in (("", 1e-9), ("fp32", 1e-5), ("int8", 5e-2)):
-        found = lowered_under(one, plans[codec])
-        inputs = [spread_out(x, at, mesh) for x, at in zip(values, found.spread.inputs, strict=True)]
-        got = simulate(found.program, mesh, inputs)
-        for want, parts, at in zip(serial, got, found.spread.outputs, strict=True):
+        lowered = lowered_under(one, plans[codec])
+        inputs = [spread_out(x, at, mesh) for x, at in zip(values, lowered.spread.inputs, strict=True)]
+        got = simulate(lowered.program, mesh, inputs)
+        for want, parts, at in zip(serial, got, lowered.spread.outputs, strict=True):
             whole = put_together(parts, at, type_of(want), mesh)
             largest = float(want.abs().max().clamp(min=1e-3)) if want.is_floating_point() else 1.0
             assert float((whole.double() - want.double()).abs().max()) <= near * largest
-        rows = [e.vars for _, e in walk(found.program) if e.op.name == "exchange_rows"]
+        rows = [e.vars for _, e in walk(lowered.program) if e.op.name == "exchange_rows"]
         sent[codec] = sum(x.type.bytes // x.shape[0] for x, *_ in map(list, rows) if x.shape[1] > 1)
     assert sent[""] == 8 * (32 + 32 + 64) and sent["fp32"] == sent[""] / 2  # there, back, and with its cotangent there
     assert sent["int8"] == (32 + 2 * 4) + (32 + 2 * 4) + (64 + 2 * 4)  # in two blocks: one would serve gradients badly
@@ -330,10 +330,10 @@ def test_half_precision_on_ranks(sizes):
     one = OneDevice.of(family("mixtral"), text(), precision="bf16")
     layer = next(e for _, e in walk(one.unsharded.program) if e.op.name == "experts")
     assert [t.dtype for t in layer.input_types[:4:2]] == [torch.bfloat16, torch.float32]
-    found, values = one.under(Plan.read(*sizes, mesh)), start_values(one)
+    distributed, values = one.under(Plan.read(*sizes, mesh)), start_values(one)
     serial = interpret(one.unsharded.program, values)[0]
-    parts = [spread_out(x, layout, mesh) for x, layout in zip(values, found.inputs, strict=True)]
-    assert all(torch.allclose(loss, serial, rtol=4e-3) for loss in simulate(found.local, mesh, parts)[0])
+    parts = [spread_out(x, layout, mesh) for x, layout in zip(values, distributed.inputs, strict=True)]
+    assert all(torch.allclose(loss, serial, rtol=4e-3) for loss in simulate(distributed.local, mesh, parts)[0])
 
 
 def test_experts_on_processes(tmp_path):
@@ -518,8 +518,8 @@ def test_experts_that_are_not_treated_alike_stay():
 
 def test_experts_that_the_batch_chooses_stay():
     layer, batch = Layer(5), routed("random", 5)
-    (found,) = expert_layers(mycel.capture(layer, *batch.values()))
-    assert "who is chosen is given" in found.fixed
+    (experts,) = expert_layers(mycel.capture(layer, *batch.values()))
+    assert "who is chosen is given" in experts.fixed
 
 
 def test_more_ranks_than_experts_are_refused():
@@ -545,8 +545,8 @@ def same_as_torch(model: nn.Module, x: torch.Tensor) -> None:
 def test_a_loop_over_experts_is_one_operator(how, gated, recwarn):
     """Whose weights are put together where it runs; with losses and gradients of torch, and on ranks."""
     model, x = Loop(how, gated=gated), torch.randn(6, 4, dtype=torch.float64)
-    found = operators(mycel.capture(model, x))
-    assert "experts" in found and not found & {"index_add", "index_put", "index"}
+    names = operators(mycel.capture(model, x))
+    assert "experts" in names and not names & {"index_add", "index_put", "index"}
     same_as_torch(model, x)
     assert not [w for w in recwarn if "computes every one" in str(w.message)]
     if how == "mixtral":
@@ -558,8 +558,8 @@ def test_a_loop_that_writes_where_a_mask_holds_is_one_operator(how):
     """Rows of one choice or several, overwritten or added to, in a branch or not."""
     model, x = Loop(how, gated=how != "columns"), torch.randn(6, 4, dtype=torch.float64)
     program = mycel.capture(model, x)
-    found = operators(program)
-    assert "experts" in found and not found & {"cond", "any"}
+    names = operators(program)
+    assert "experts" in names and not names & {"cond", "any"}
     assert sum(e.op.name == "linear" for _, e in walk(program)) == 1  # the router
     same_as_torch(model, x)
 

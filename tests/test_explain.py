@@ -53,11 +53,11 @@ def test_textbook_bytes():
     layers, weight = 3, 16 * 8 * 4
     weights = 2 * layers * weight
     one = one_device(layers)
-    found = {name: lower.sent(one.under(Plan.read(*PLANS[name])).local) for name in PLANS}
+    sent = {name: lower.sent(one.under(Plan.read(*PLANS[name])).local) for name in PLANS}
     small = 4 * 8 * 4  # the loss and the norm may travel as well: at most what they are made of
-    assert 0 <= found["dp"]["dp",] - 2 * weights / 2 <= small
-    assert 0 <= found["zero3"]["dp",] - (3 * weights - weight) / 2 <= small  # backward needs all weights but the first
-    assert 0 <= found["tp"]["tp",] - (2 * layers - 1) * small <= small
+    assert 0 <= sent["dp"]["dp",] - 2 * weights / 2 <= small
+    assert 0 <= sent["zero3"]["dp",] - (3 * weights - weight) / 2 <= small  # backward needs all weights but the first
+    assert 0 <= sent["tp"]["tp",] - (2 * layers - 1) * small <= small
 
 
 def bytes_in(text, whole):
@@ -80,11 +80,11 @@ def test_lines_add_up(seed):
     one = one_device(2)
     rng = random.Random(seed)
     for _ in range(4):
-        found = one.under(random_plan(tensors(one.model), 2, rng, most=8))
-        (said, count), sent = bytes_in(lower.explain(found), found.whole), lower.sent(found.local)
+        distributed = one.under(random_plan(tensors(one.model), 2, rng, most=8))
+        (said, count), sent = bytes_in(lower.explain(distributed), distributed.whole), lower.sent(distributed.local)
         assert said.keys() == sent.keys()
         assert all(abs(said[axes] - sent[axes]) <= 0.5 * count[axes] for axes in sent)
-        simple = check(transform.simplify(found.local))
+        simple = check(transform.simplify(distributed.local))
         after = lower.sent(simple)
         assert all(n <= sent[axes] for axes, n in after.items())
         assert lower.sent(check(lower.overlap(simple))) == pytest.approx(after)

@@ -71,10 +71,10 @@ def test_a_part_is_fed_as_the_whole_is_and_gives_the_results_of_one_device(seed)
     data = batch(rng.choice([2, 3, 4, 7]) * accumulate)
     one = OneDevice.of(model, data, accumulate=accumulate)
     plan = random_plan(tensors(model), 2, rng)
-    found = one.under(plan)
+    distributed = one.under(plan)
     values, fed = start_values(one, seed), []
     for rank, parts in enumerate(ranks_of(plan, model, one.optimizer)):
-        layouts = dict(zip((v.name for v in found.whole.inputs), found.inputs, strict=True))
+        layouts = dict(zip((v.name for v in distributed.whole.inputs), distributed.inputs, strict=True))
         feed = feed_of(one.unsharded.captured, one.unsharded.program, layouts, plan.mesh, rank)
         mine = [data[v.name][parts.slices(v.name, v.shape)] for v in feed.inputs]
         assert [type_of(x) for x in mine] == [v.type for v in feed.parts()]
@@ -82,11 +82,11 @@ def test_a_part_is_fed_as_the_whole_is_and_gives_the_results_of_one_device(seed)
         from_part, from_whole = feed.pad([*mine, "state"]), feed.cut([*data.values(), "state"])
         assert from_part[2] == from_whole[2] == "state"
         assert all(torch.equal(a, b) for a, b in zip(from_part[:2], from_whole[:2], strict=True))
-        assert [type_of(x) for x in from_part[:2]] == [v.type for v in found.local.inputs[:2]]
+        assert [type_of(x) for x in from_part[:2]] == [v.type for v in distributed.local.inputs[:2]]
         fed.append(from_part[:2])
-    state = [spread_out(x, layout, plan.mesh) for x, layout in zip(values[2:], found.inputs[2:], strict=True)]
-    got = simulate(ready_to_run(found), plan.mesh, [*map(list, zip(*fed, strict=True)), *state])
-    for want, parts, layout in zip(interpret(one.unsharded.program, values), got, found.outputs, strict=True):
+    state = [spread_out(x, layout, plan.mesh) for x, layout in zip(values[2:], distributed.inputs[2:], strict=True)]
+    got = simulate(ready_to_run(distributed), plan.mesh, [*map(list, zip(*fed, strict=True)), *state])
+    for want, parts, layout in zip(interpret(one.unsharded.program, values), got, distributed.outputs, strict=True):
         torch.testing.assert_close(put_together(parts, layout, type_of(want), plan.mesh), want, rtol=1e-10, atol=1e-10)
 
 
@@ -123,7 +123,7 @@ def test_a_batch_on_the_host_is_captured_without_data_for_a_program_elsewhere():
     (a, b), kwargs = without_host_data((x, scalar), {"same": [x]}, torch.device("cuda"))
     assert a.device.type == "meta" and a.shape == x.shape and b is scalar and kwargs["same"][0] is a
     assert without_host_data((x,), {}, torch.device("cpu"))[0][0] is x
-    made = capture(lambda x, s: x * s, (x, scalar), {})
+    captured = capture(lambda x, s: x * s, (x, scalar), {})
     cpu, there = torch.device("cpu"), {"x": torch.device("meta"), "s": torch.device("cpu")}
-    assert from_anywhere(replace(made, device=torch.device("cuda"), devices=there)).devices == {"x": None, "s": cpu}
-    assert from_anywhere(replace(made, devices=there)).devices == {"x": cpu, "s": cpu}
+    assert from_anywhere(replace(captured, device=torch.device("cuda"), devices=there)).devices == {"x": None, "s": cpu}
+    assert from_anywhere(replace(captured, devices=there)).devices == {"x": cpu, "s": cpu}

@@ -223,15 +223,15 @@ def test_ranks(names, sizes):
     ids = torch.randint(0, 96, (4, 16))
     one = OneDevice.of(SMALL["llama"][0](), {"input_ids": ids, "labels": ids}, precision="fp8")
     mesh = Mesh(sizes)
-    found = one.under(Plan.read(names, mesh))
-    kinds = [e.op.name for _, e in walk(found.local)]
+    distributed = one.under(Plan.read(names, mesh))
+    kinds = [e.op.name for _, e in walk(distributed.local)]
     assert {"fp8_linear", "fp8_matmul", "fp8_linear_weight"} <= set(kinds)
     values = start_values(one)
     serial = interpret(one.unsharded.program, values)[0]
-    parts = [spread_out(x, layout, mesh) for x, layout in zip(values, found.inputs, strict=True)]
-    run = lower.local_of(one.unsharded.program, found)
+    parts = [spread_out(x, layout, mesh) for x, layout in zip(values, distributed.inputs, strict=True)]
+    run = lower.local_of(one.unsharded.program, distributed)
     assert {"fp8_rows", "fp8_columns", "fp8_product"} <= {e.op.name for _, e in walk(run)}
-    for local in (check(found.local), run):
+    for local in (check(distributed.local), run):
         assert all(torch.allclose(loss, serial, rtol=4e-3) for loss in simulate(local, mesh, parts)[0])
 
 
@@ -358,14 +358,14 @@ class Sparse(nn.Module):
 def test_layers_stay_wide_for_a_reason():
     with torch.device("meta"):
         model, batch = Sparse(), {"ids": torch.zeros(4, 2048, dtype=torch.int64)}
-    found = products(model, batch, KNOWN["H200"], compile=True)
-    assert found.wide == {
+    chosen = products(model, batch, KNOWN["H200"], compile=True)
+    assert chosen.wide == {
         "router": ["router.weight"],
         "too small to pay": ["small.weight"],
         "a size is no multiple of 16": ["odd.weight"],
         "last": ["head.weight"],
     }
-    assert found.layers == (1, 5)
+    assert chosen.layers == (1, 5)
     slow = products(model, batch, KNOWN["A100"], compile=True)  # without a rate for 8 bits: emulated, at any price
     assert "too small to pay" not in slow.wide
 
@@ -388,8 +388,8 @@ class Beside(nn.Module):
 def test_what_is_converted_already_is_free(others, reasons):
     with torch.device("meta"):
         model, batch = Beside(others), {"ids": torch.zeros(4, 4096, dtype=torch.int64)}
-    found = products(model, batch, KNOWN["H200"], compile=True)
-    assert list(found.wide) == reasons
+    chosen = products(model, batch, KNOWN["H200"], compile=True)
+    assert list(chosen.wide) == reasons
 
 
 def test_nothing_is_in_eight_bits():

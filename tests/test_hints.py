@@ -52,8 +52,8 @@ def test_random_hints_keep_the_result(seed):
         pass
     model = Hinted(seed).double()
     one = OneDevice.of(model, batch, mesh=written.mesh, plan=written, clip_norm=1.0)
-    found = step_equals(one, written)
-    assert any(e.op.name == "shard" for b in found.whole.blocks.values() for e in b.eqns)
+    distributed = step_equals(one, written)
+    assert any(e.op.name == "shard" for b in distributed.whole.blocks.values() for e in b.eqns)
 
 
 def hinted(x):
@@ -68,10 +68,10 @@ def test_a_hint_fixes_the_layout_and_its_gradient():
 
     x, w = torch.randn(8, 3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
     program = check(transform.value_and_grad(transform.simplify(mycel.capture(loss, x, w), ranks=True), [0, 1]))
-    found = equals_serial(program, Plan(Mesh(dp=2, tp=2)), {}, [x, w])
+    distributed = equals_serial(program, Plan(Mesh(dp=2, tp=2)), {}, [x, w])
     hints = [
         (e, c)
-        for b, laid in ((found.whole.main, found.layouts["main"]),)
+        for b, laid in ((distributed.whole.main, distributed.layouts["main"]),)
         for e, c in zip(b.eqns, laid.choices, strict=True)
     ]
     layouts = [str(c.outs[0]) for e, c in hints if e.op.name == "shard"]
@@ -100,8 +100,8 @@ def test_wrong_hints_are_told_with_their_line():
     ]:
         with pytest.raises(PlanError, match=message):
             mycel.shard(x, *layout)
-        with pytest.raises(CaptureError, match=message) as told:
+        with pytest.raises(CaptureError, match=message) as raised:
             mycel.capture(lambda x, layout=layout: mycel.shard(x, *layout), x)
-        assert "test_hints.py" in str(told.value)
+        assert "test_hints.py" in str(raised.value)
     with pytest.raises(PlanError, match=r"no axis 'tp'\n  the mesh  Mesh\(dp=2\)\n  at        .*test_hints.py:\d+"):
         spread(mycel.capture(hinted, x), Plan(Mesh(dp=2)), {})

@@ -69,9 +69,9 @@ def test_gradients_are_changed_as_in_torch(name):
         if change is not None:
             change(model)
         want = torch.autograd.grad(loss(X), [*model.parameters()])
-        value, found = ours(X)
+        value, gradients = ours(X)
         torch.testing.assert_close(value, loss(X).detach())
-        torch.testing.assert_close(dict(zip(found, want, strict=True)), found)
+        torch.testing.assert_close(dict(zip(gradients, want, strict=True)), gradients)
 
 
 def test_steps_follow_hooks():

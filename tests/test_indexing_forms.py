@@ -12,7 +12,7 @@ from mycel.errors import CaptureError
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch warns of deprecated forms
 
 
-def made(seed=0):
+def operands(seed=0):
     """The operands by the names the cases use."""
     gen = torch.Generator().manual_seed(seed)
     x = torch.randn(4, 6, 5, generator=gen)
@@ -47,12 +47,12 @@ def same(want, got):
 def check(code):
     """Run `code` (statements that make `y`, or one expression) eagerly and captured, on the same operands."""
     body = code if "\n" in code or ";" in code or not _is_expression(code) else f"y = {code}"
-    names = list(made())
+    names = list(operands())
     lines = "".join(f"    {line}\n" for line in body.split("\n"))
     source = f"def run({', '.join(names)}):\n    y = None\n{lines}    return y, {', '.join(names)}\n"
     env = {"torch": torch, "F": torch.nn.functional, "math": __import__("math")}
     exec(compile(source, "<form>", "exec"), env)
-    eager, captured = made(), made()
+    eager, captured = operands(), operands()
     want = env["run"](**eager)
     got = mycel.jit(env["run"], strict=True)(**captured)
     same(want, got)

@@ -95,8 +95,8 @@ def test_dims():
     fit = dims.fit("... k+, n k+ -> ... n", [(2, 5, 8), (6, 8)])
     assert fit.out_shapes == [(2, 5, 6)] and fit.namespace().rows == 10 and fit.sizes["k"] == 8
     assert set(fit.splits()) == {"_0", "_1", "k", "n"}
-    joined = dims.fit("a (h d) -> a h d", [(2, 12)], {"h": 3})
-    assert joined.out_shapes == [(2, 3, 4)] and "d" not in joined.splits() and "h" in joined.splits()
+    grouped = dims.fit("a (h d) -> a h d", [(2, 12)], {"h": 3})
+    assert grouped.out_shapes == [(2, 3, 4)] and "d" not in grouped.splits() and "h" in grouped.splits()
     assert dims.fit("..., ... -> ...", [(2, 1, 3), (4, 1)]).out_shapes == [(2, 4, 3)]
     for rule, shapes in [
         ("a b, b -> a", [(2, 3), (4,)]),

@@ -104,7 +104,7 @@ def test_training_steps_equal_torchs(settings):
         warnings.simplefilter("ignore")  # accumulate: whether an island sums over the batch is not known
         for i in range(3):
             pair.further((X * (i + 1),))
-    assert max(abs(a - b) for a, b in zip(pair.found, pair.wanted, strict=True)) < 1e-9
+    assert max(abs(a - b) for a, b in zip(pair.losses, pair.wanted, strict=True)) < 1e-9
     assert "of the step" in pair.step.explain() and "Shrink" in pair.step.explain()
     assert len(pair.step.entries) == 1
 
@@ -182,9 +182,9 @@ def test_the_warning_names_line_and_reason_once():
     def scaled(x):
         return x * float(weight.detach().numpy())
 
-    with pytest.warns(UserWarning, match=r"scaled at (.|\n)*a NumPy array was asked(.|\n)*return x \* float") as told:
+    with pytest.warns(UserWarning, match=r"scaled at (.|\n)*a NumPy array was asked(.|\n)*return x \* float") as caught:
         mycel.jit(lambda x: scaled(x) + 1)(X)
-    assert len(told) == 1
+    assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         mycel.jit(lambda x: scaled(x) + 2)(X)
@@ -349,9 +349,9 @@ class Queue(nn.Module):
 
 def test_a_place_that_code_counts_itself_is_written_by_an_island_alone():
     """Of several functions under one decorator that one is plain Python."""
-    with pytest.warns(UserWarning, match=r"enqueue at .* runs as plain Python") as told:
+    with pytest.warns(UserWarning, match=r"enqueue at .* runs as plain Python") as caught:
         pair = beside(lambda: Queue().double(), sgd(), lambda i: (X[:5] + i,), steps=3)
-    assert len([w for w in told if "plain Python" in str(w.message)]) == 1 and pair.model.place == 5
+    assert len([w for w in caught if "plain Python" in str(w.message)]) == 1 and pair.model.place == 5
 
 
 def test_an_iterator_in_a_tuple_is_a_refusal_with_its_reason():

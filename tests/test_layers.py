@@ -195,17 +195,17 @@ def room(path: Path) -> str:
 
 def imported(path: Path) -> set[str]:
     """Rooms of ours that a file imports, at any depth of its code."""
-    found = set()
+    rooms = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             if node.module == "mycel":
-                found |= {a.name for a in node.names}
+                rooms |= {a.name for a in node.names}
             elif node.module and node.module.startswith("mycel."):
-                found.add(node.module.split(".")[1])
+                rooms.add(node.module.split(".")[1])
         elif isinstance(node, ast.Import):
-            found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("mycel.")}
-    return found
+            rooms |= {a.name.split(".")[1] for a in node.names if a.name.startswith("mycel.")}
+    return rooms
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.rglob("*.py")), ids=lambda p: str(p.relative_to(ROOT)))

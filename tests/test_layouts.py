@@ -175,14 +175,14 @@ def test_from_any_layout_to_any_other(shape, mesh, rng):
 
 def all_layouts(ndim, mesh):
     """Every layout on a mesh: each axis unused, partial, or on some dim, there at each place among the others."""
-    found = [Layout.whole(ndim)]
+    layouts = [Layout.whole(ndim)]
     for axis in mesh.axes:
-        partial = [x.with_partial(axis, kind) for x in found for kind in KINDS]
-        at = [(x, d, n) for x in found for d in range(ndim) for n in range(len(x.dims[d]) + 1)]
-        found += partial + [
+        partial = [x.with_partial(axis, kind) for x in layouts for kind in KINDS]
+        at = [(x, d, n) for x in layouts for d in range(ndim) for n in range(len(x.dims[d]) + 1)]
+        layouts += partial + [
             Layout((*x.dims[:d], (*x.dims[d][:n], axis, *x.dims[d][n:]), *x.dims[d + 1 :]), x.partial) for x, d, n in at
         ]
-    return found
+    return layouts
 
 
 @pytest.mark.parametrize("mesh", PAIRS, ids=repr)
@@ -275,10 +275,10 @@ def laid_out(program, inputs, labels, mesh, rng=None):
     )
     local = check(spmd(program, {"main": Laid(tuple(given), (choice,), tuple(result))}, moves_on(mesh)))
     tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-    made = simulate(
+    outputs = simulate(
         local, mesh, [held(x, g, mesh, seed=i) for i, (x, g) in enumerate(zip(tensors, given, strict=True))]
     )
-    return [put_together(m, r, v.type, mesh) for m, r, v in zip(made, result, eqn.outputs, strict=True)]
+    return [put_together(m, r, v.type, mesh) for m, r, v in zip(outputs, result, eqn.outputs, strict=True)]
 
 
 def run_in_parts(op, inputs, params, labels, mesh, rng):

@@ -235,8 +235,8 @@ def places_that_weights_decide(w, x):
     xs[k] = w * 10
     xs[-k - 1] += 1
     xs.insert(k, w * 7)
-    taken = xs.pop((k + 2) % 6)
-    return sum(a.sum() * i for i, a in enumerate(xs)) + xs[k].sum() + taken.sum() * 2
+    popped = xs.pop((k + 2) % 6)
+    return sum(a.sum() * i for i, a in enumerate(xs)) + xs[k].sum() + popped.sum() * 2
 
 
 @case

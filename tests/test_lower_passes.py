@@ -169,8 +169,8 @@ def main(x: f64[4,4], w0: f32[2,4], w1: f32[2,4]):
 
 def rows(program: Program, count: int) -> list[list[torch.Tensor]]:
     """Different inputs for each rank."""
-    made = [seeded(program, seed) for seed in range(count)]
-    return [list(xs) for xs in zip(*made, strict=True)]
+    per_rank = [seeded(program, seed) for seed in range(count)]
+    return [list(xs) for xs in zip(*per_rank, strict=True)]
 
 
 def seeded(program: Program, seed: int) -> list[torch.Tensor]:

@@ -24,7 +24,7 @@ def rows():
     return {"x": torch.randn(4, 6, dtype=torch.float64), "target": torch.randint(0, 5, (4,))}
 
 
-def joined(model, batch, mesh, written, **settings):
+def step_and_unsharded(model, batch, mesh, written, **settings):
     """A model's training step, and it as one program."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     step = mycel.train_step(
@@ -33,21 +33,21 @@ def joined(model, batch, mesh, written, **settings):
     return step, step.unsharded(**batch)
 
 
-def values_of(made, batch):
+def values_of(unsharded, batch):
     """Inputs by name: the batch, the state, and numbers by chance for the optimiser's."""
-    c = made.captured
+    c = unsharded.captured
     gen = torch.Generator().manual_seed(0)
-    found = {v.name: batch[made.program.role(v).name] for v in made.program.inputs_of("batch")}
-    found |= {name: places[0].read().detach() for name, places in c.state.items()}
-    for v in sorted(made.program.inputs, key=lambda v: v.name):
-        if v.name not in found:
+    values = {v.name: batch[unsharded.program.role(v).name] for v in unsharded.program.inputs_of("batch")}
+    values |= {name: places[0].read().detach() for name, places in c.state.items()}
+    for v in sorted(unsharded.program.inputs, key=lambda v: v.name):
+        if v.name not in values:
             integer = not v.dtype.is_floating_point
-            found[v.name] = (
+            values[v.name] = (
                 torch.zeros((), dtype=v.dtype)
                 if integer
                 else torch.rand(v.shape, generator=gen, dtype=v.dtype) * 0.1 + 0.01
             )
-    return found
+    return values
 
 
 def named_outputs(program, outs):
@@ -61,24 +61,25 @@ def step_is_plain(make, plain, batch, mesh, written, **settings):
     torch.manual_seed(0)
     model, other = make().double(), plain().double()
     other.load_state_dict(model.state_dict())
-    step, made = joined(model, batch, mesh, Plan.read(written, mesh), **settings)
-    _, simple = joined(other, batch, None, None, **settings)
+    step, unsharded = step_and_unsharded(model, batch, mesh, Plan.read(written, mesh), **settings)
+    _, simple = step_and_unsharded(other, batch, None, None, **settings)
     values = values_of(simple, batch)
     wanted = named_outputs(simple.program, interpret(simple.program, [values[v.name] for v in simple.program.inputs]))
-    given, gathered = step.parts.given(made)
-    found = spread(made.program, step.written, given, gathered)
-    local = check(lower.overlap(check(lower.hoist(transform.simplify(found.local)))))
+    given, gathered = step.parts.given(unsharded)
+    distributed = spread(unsharded.program, step.written, given, gathered)
+    local = check(lower.overlap(check(lower.hoist(transform.simplify(distributed.local)))))
     inputs = [
-        spread_out(values[v.name], layout, mesh) for v, layout in zip(made.program.inputs, found.inputs, strict=True)
+        spread_out(values[v.name], layout, mesh)
+        for v, layout in zip(unsharded.program.inputs, distributed.inputs, strict=True)
     ]
     parts = simulate(local, mesh, inputs)
-    for (name, got), layout in zip(named_outputs(made.program, parts).items(), found.outputs, strict=True):
+    for (name, got), layout in zip(named_outputs(unsharded.program, parts).items(), distributed.outputs, strict=True):
         whole = put_together(got, layout, type_of(wanted[name]), mesh)
         assert torch.allclose(whole, wanted[name], rtol=1e-10, atol=1e-10, equal_nan=True), (
             name,
             (whole - wanted[name]).abs().max(),
         )
-    return found
+    return distributed
 
 
 class Plain(nn.Module):
@@ -209,8 +210,8 @@ def test_on_one_device_regions_are_nothing(make, plain):
     model, other = make().double(), plain().double()
     other.load_state_dict(model.state_dict())
     assert torch.allclose(model(**rows()), other(**rows()), rtol=1e-12)
-    _, made = joined(model, rows(), None, None)
-    assert not any(e.op.by_rank for b in made.program.blocks.values() for e in b.eqns)
+    _, unsharded = step_and_unsharded(model, rows(), None, None)
+    assert not any(e.op.by_rank for b in unsharded.program.blocks.values() for e in b.eqns)
 
 
 class Layer(nn.Module):
@@ -248,16 +249,16 @@ def in_layers(make, mesh):
 
 @pytest.mark.parametrize("make", [Decorated, Block, Sequence, Crossed, Ring], ids=lambda c: c.__name__)
 def test_regions_in_repeated_layers(make):
-    found = in_layers(make, Mesh(dp=2, tp=2))
-    assert 3 in runs(found.whole).values(), "the layer is one block"
+    distributed = in_layers(make, Mesh(dp=2, tp=2))
+    assert 3 in runs(distributed.whole).values(), "the layer is one block"
 
 
 def test_a_region_sends_what_megatron_sends():
     """For each layer one sum of activations forward and one backward: the cotangent of what all ranks were given alike
     needs none."""
-    found = in_layers(Decorated, Mesh(tp=2))
-    often = runs(found.whole)
-    assert sum(often[name] for name, eqn in walk(found.whole) if eqn.op.name == "all_reduce") == 6
+    distributed = in_layers(Decorated, Mesh(tp=2))
+    often = runs(distributed.whole)
+    assert sum(often[name] for name, eqn in walk(distributed.whole) if eqn.op.name == "all_reduce") == 6
 
 
 class Hints(Plain):

@@ -263,16 +263,18 @@ def test_gradients_of_chains_are_finite_differences(seed):
     program = transform.simplify(check(transform.value_and_grad(transform.simplify(program), [0, 1])))
     other = [a for a in mesh.axes if a != "a"]
     given = {i: Layout((tuple(other), ()) if rng.random() < 0.5 else ((), tuple(mesh.axes))) for i in range(2)}
-    found = spread(program, Plan(mesh), given)
-    local = check(lower.overlap(check(lower.hoist(transform.simplify(found.local)))))
+    distributed = spread(program, Plan(mesh), given)
+    local = check(lower.overlap(check(lower.hoist(transform.simplify(distributed.local)))))
 
     def run(xs):
-        return simulate(local, mesh, [spread_out(x, layout, mesh) for x, layout in zip(xs, found.inputs, strict=True)])
+        return simulate(
+            local, mesh, [spread_out(x, layout, mesh) for x, layout in zip(xs, distributed.inputs, strict=True)]
+        )
 
     outs = run(values)
     assert all(torch.equal(outs[0][0], part) for part in outs[0])
     for i in range(2):
-        gradient = put_together(outs[1 + i], found.outputs[1 + i], program.inputs[i].type, mesh)
+        gradient = put_together(outs[1 + i], distributed.outputs[1 + i], program.inputs[i].type, mesh)
         way = torch.randn(4, 4, generator=gen, dtype=torch.float64)
         e = 1e-6
         ahead, behind = (run([x + s * e * way if k == i else x for k, x in enumerate(values)])[0][0] for s in (1, -1))
@@ -290,11 +292,11 @@ def test_tangents_of_chains_are_finite_differences_and_their_text_reads_back(see
     assert Program.parse(str(program), program.consts) == program
 
     def run(program, xs):
-        found = spread(program, Plan(mesh), {})
+        distributed = spread(program, Plan(mesh), {})
         return simulate(
-            check(transform.simplify(found.local)),
+            check(transform.simplify(distributed.local)),
             mesh,
-            [spread_out(x, at, mesh) for x, at in zip(xs, found.inputs, strict=True)],
+            [spread_out(x, at, mesh) for x, at in zip(xs, distributed.inputs, strict=True)],
         )
 
     way, e = torch.randn(4, 4, generator=gen, dtype=torch.float64), 1e-6

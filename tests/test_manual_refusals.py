@@ -86,9 +86,9 @@ def astray(x):
 )
 def test_refusals_name_the_line(fn, message):
     x = torch.randn(4, 3)
-    with pytest.raises((CaptureError, PlanError), match=message) as told:
+    with pytest.raises((CaptureError, PlanError), match=message) as refusal:
         captured(fn, x)
-    assert "test_manual_refusals.py:" in str(told.value)
+    assert "test_manual_refusals.py:" in str(refusal.value)
     assert not OPEN
 
 

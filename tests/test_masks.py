@@ -41,12 +41,12 @@ def batch(seed, padding=0, dtype=torch.int64):
 
 def structure(step):
     """(has a mask, causal, window) of attention in the program of the last batch"""
-    found = {
+    forms = {
         (e.inputs[3] is not None, e.params.get("causal", False), e.params.get("window"))
         for _, e in walk(step.program)
         if e.op.name == "attention"
     }
-    (only,) = found
+    (only,) = forms
     return only
 
 

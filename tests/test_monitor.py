@@ -106,8 +106,8 @@ def test_sub_models_on_meshes_of_their_own_are_measured_each_by_its_ranks():
         own = [p for name, p in model.named_parameters() if name.startswith("vision") == of_vision and p.ndim > 1]
         return sum(float(p.grad.square().sum()) for p in own)
 
-    for program, found in zip(done.pipeline.programs, placed_results(one, plan, done), strict=True):
-        new = dict(zip(program.updates, found[-len(program.updates) :], strict=True))
+    for program, results in zip(done.pipeline.programs, placed_results(one, plan, done), strict=True):
+        new = dict(zip(program.updates, results[-len(program.updates) :], strict=True))
         for ranks in (2, 3):
             small = ranks * sum(square(rows, ranks == 2) for rows in torch.arange(12).view(ranks, -1))
             for name, now in ((f"{SMALL}_{ranks}", small), (f"{LARGE}_{ranks}", square(slice(None), ranks == 2))):
@@ -125,8 +125,8 @@ def test_the_codec_follows_the_number_of_steps_or_what_was_measured():
     encoded = lambda step: "compressed(" in str(step.unsharded(*batch).program)
     step = step_of({"dp": ["exact until 2", "powersgd(2)+ef until 5", "int8+ef"]})
     kinds = []
-    for taken in range(7):
-        step.set_counters({"taken": torch.tensor(taken)})
+    for steps in range(7):
+        step.set_counters({"taken": torch.tensor(steps)})
         kinds.append(step._phase())
     assert kinds == [0, 0, 1, 1, 1, 2, 2] and encoded(step)
     step.set_counters({})

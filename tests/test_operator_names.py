@@ -38,7 +38,7 @@ def is_name(node: ast.AST) -> bool:
 
 def looks(path: Path) -> list[int]:
     """Lines that decide something by an operator's name."""
-    found = []
+    lines = []
     for node in ast.walk(ast.parse(path.read_text())):
         asked = []
         if isinstance(node, ast.Compare):
@@ -59,8 +59,8 @@ def looks(path: Path) -> list[int]:
             several = isinstance(node.value, ast.Tuple) and isinstance(node.targets[0], ast.Tuple)
             asked = node.value.elts if several else [node.value]
         if any(map(is_name, asked)):
-            found.append(node.lineno)
-    return found
+            lines.append(node.lineno)
+    return lines
 
 
 FILES = [p for p in sorted(ROOT.rglob("*.py")) if p.relative_to(ROOT).parts[0] not in OWN]

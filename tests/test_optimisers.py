@@ -69,7 +69,7 @@ def test_clipping_and_parts_of_a_batch(name):
 def test_plain_torch_goes_on_where_a_step_stopped_and_back(name):
     both = pair(name)
     for i in range(4, 8):
-        both.found.append(plain_step(both.model, both.optimizer, rows(i)))
+        both.losses.append(plain_step(both.model, both.optimizer, rows(i)))
         both.wanted.append(plain_step(both.twin, both.plain, rows(i)))
     both.further(rows(9))
     agree(both, loss=1e-9, params=1e-9)
@@ -133,8 +133,9 @@ def ready(name: str) -> tuple[OneDevice, list[torch.Tensor]]:
             role: torch.as_tensor(x, dtype=torch.float64)
             for role, x in zip(bound.group.hyper_roles(), bound.hyper(optimizer), strict=True)
         }
-    given = start_values(one)
-    return one, [kept.get(one.unsharded.program.role(v), x) for v, x in zip(one.unsharded.program.inputs, given, strict=True)]
+    program = one.unsharded.program
+    given = zip(program.inputs, start_values(one), strict=True)
+    return one, [kept.get(program.role(v), x) for v, x in given]
 
 
 @pytest.mark.parametrize("written", PLANS, ids=lambda p: f"{p.mesh} zero{p.zero}")

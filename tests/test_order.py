@@ -31,18 +31,20 @@ def test_a_step_depends_on_its_place_alone(count, batch, seed, step):
     used = Order(count, seed)
     for other in (0, step + 3, step // 2):
         used.indices(other, batch)
-    found = used.indices(step, batch)
-    assert (found == Order(count, seed).indices(step, batch)).all()
-    assert found[-1:] == Order(count, seed).indices(step * batch + batch - 1, 1)
+    indices = used.indices(step, batch)
+    assert (indices == Order(count, seed).indices(step, batch)).all()
+    assert indices[-1:] == Order(count, seed).indices(step * batch + batch - 1, 1)
 
 
 def test_any_step_of_a_huge_set_costs_the_same():
     order = Order(10**12, 1)
     tracemalloc.start()
-    found = order.indices(10**9, 64)
+    indices = order.indices(10**9, 64)
     assert tracemalloc.get_traced_memory()[1] < 1_000_000
     tracemalloc.stop()
-    assert len(set(found.tolist())) == 64 and found.min() >= 0 and found.max() < 10**12 and np.ptp(found) > 10**11
+    assert (
+        len(set(indices.tolist())) == 64 and indices.min() >= 0 and indices.max() < 10**12 and np.ptp(indices) > 10**11
+    )
 
 
 def test_epochs_and_seeds_differ():
@@ -53,8 +55,8 @@ def test_epochs_and_seeds_differ():
 @pytest.mark.parametrize("count", [2, 3, 5, 17])
 def test_every_sequence_is_equally_likely_at_every_place(count):
     epochs = 3000
-    found = Order(count, 7).indices(0, count * epochs).reshape(epochs, count)
-    table = np.stack([np.bincount(found[:, place], minlength=count) for place in range(count)])
+    indices = Order(count, 7).indices(0, count * epochs).reshape(epochs, count)
+    table = np.stack([np.bincount(indices[:, place], minlength=count) for place in range(count)])
     expected = epochs / count
     chi2, freedom = ((table - expected) ** 2 / expected).sum(), (count - 1) ** 2
     assert chi2 < freedom + 5 * (2 * freedom) ** 0.5 + 8
@@ -66,8 +68,8 @@ def test_all_permutations_of_three_come_up():
 
 
 def test_neighbours_do_not_stay_together():
-    found = Order(4096, 3).indices(0, 4096)
-    assert np.mean(np.abs(np.diff(found)) == 1) < 0.01 and abs(np.corrcoef(found, np.arange(4096))[0, 1]) < 0.1
+    indices = Order(4096, 3).indices(0, 4096)
+    assert np.mean(np.abs(np.diff(indices)) == 1) < 0.01 and abs(np.corrcoef(indices, np.arange(4096))[0, 1]) < 0.1
 
 
 def test_the_order_of_a_saved_run_does_not_change():

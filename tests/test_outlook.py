@@ -44,8 +44,8 @@ def test_a_run_without_a_probe_looks_at_the_processor(disk, tmp_path, slow, caps
 
 def test_what_the_run_is_measured_against_is_what_it_said(disk, tmp_path, slow, capsys):  # noqa: F811
     train(config(disk, tmp_path / "run"))
-    told = capsys.readouterr().out
-    assert f"{milliseconds(told):.1f}" in re.search(r"ms measured, ([\d.,]+) ms predicted", told)[1]
+    output = capsys.readouterr().out
+    assert f"{milliseconds(output):.1f}" in re.search(r"ms measured, ([\d.,]+) ms predicted", output)[1]
 
 
 def test_plans_for_this_machine_do_not_rest_on_the_look(slow):

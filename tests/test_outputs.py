@@ -159,7 +159,7 @@ def test_decisions_and_numbers_of_a_loss_are_part_of_the_program(whole):
     for bias in (5.0, -5.0):
         with torch.no_grad():
             net.bias.fill_(bias)
-        eager, told = judged(net(x), torch.zeros(1, 1))
+        eager, expected = judged(net(x), torch.zeros(1, 1))
         value, outputs = step(x, torch.zeros(1, 1))
-        assert torch.allclose(value, eager) and bool(outputs["large"]) == told["large"] == (bias > 0)
-        assert float(outputs["sum"]) == pytest.approx(told["sum"])
+        assert torch.allclose(value, eager) and bool(outputs["large"]) == expected["large"] == (bias > 0)
+        assert float(outputs["sum"]) == pytest.approx(expected["sum"])

@@ -19,6 +19,6 @@ def test_in_processes(tmp_path, capfd):
     code = launch([str(tmp_path)], WORLD, program=[child], env=env, logs=tmp_path / "logs")
     assert {p.name for p in tmp_path.glob("done-*")} == {f"done-{rank}" for rank in range(WORLD)}
     assert code == 137
-    told = capfd.readouterr().err
-    assert "rank 2 was killed by SIGKILL" in told
-    assert re.search(r"at +stage 1, backward of microbatch 0, tests/placing.py:\d+ .*in a message from rank 2", told)
+    stderr = capfd.readouterr().err
+    assert "rank 2 was killed by SIGKILL" in stderr
+    assert re.search(r"at +stage 1, backward of microbatch 0, tests/placing.py:\d+ .*in a message from rank 2", stderr)

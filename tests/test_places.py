@@ -168,17 +168,17 @@ def t5() -> tuple[nn.Module, dict]:
 
 
 @pytest.mark.parametrize(
-    ("made", "place", "stages"),
+    ("make", "place", "stages"),
     [
         (clip, {"vision_model": [0], "visual_projection": [0], "*": [1, 2]}, (0, 1, 1)),
         (t5, {"encoder": [0, 1], "*": [2]}, (1, 0, 1)),
     ],
     ids=["clip", "t5"],
 )
-def test_models_of_two_parts(made, place, stages):
+def test_models_of_two_parts(make, place, stages):
     """As transformers has them, unmodified: a contrastive loss over the whole batch; an embedding that both use."""
     torch.manual_seed(0)
-    model, batch = made()
+    model, batch = make()
     plan = Plan.read({"place": place, "batch": ["dp"]})
     pipeline = placed_equals(one_of(model.eval(), batch, plan), plan).pipeline
     assert pipeline.schedule.place == stages
@@ -277,7 +277,7 @@ def test_gradients_travel_encoded_inside_a_place(sync):
     encoded = [{p.role(v).of for v in p.inputs_of("error")} for p in done.pipeline.programs]
     assert encoded == [{"vision.layers.0.weight", "vision.out.weight"}, set()]
     vision = done.pipeline.programs[0]
-    found = dict(zip(vision.updates, placed_results(one, written, done)[0][-len(vision.updates) :], strict=True))
+    updated = dict(zip(vision.updates, placed_results(one, written, done)[0][-len(vision.updates) :], strict=True))
     inputs = ShardedModel(one.model, one.optimizer, flat).given(one.unsharded)
     alone = planned(Task(one.unsharded.program, one.unsharded.body, CPU, False, *inputs), flat)[1]
     given = [spread_out(x, layout, flat.mesh) for x, layout in zip(start_values(one), alone.spread.inputs, strict=True)]
@@ -286,9 +286,9 @@ def test_gradients_travel_encoded_inside_a_place(sync):
     )
     whole = [put_together(x, layout, v.type, flat.mesh) for x, layout, v in of_all]
     wanted = dict(zip(alone.program.updates, whole[-len(alone.program.updates) :], strict=True))
-    for name, x in found.items():
+    for name, x in updated.items():
         torch.testing.assert_close(x, wanted[name], rtol=1e-5, atol=1e-5)
-    lost = [x for name, x in found.items() if name.endswith(".error")]
+    lost = [x for name, x in updated.items() if name.endswith(".error")]
     assert len(lost) == 2 and all(float(x.abs().max()) > 0 for x in lost)
 
 
@@ -356,12 +356,12 @@ def test_what_cannot_be_placed_is_told():
         "another schedule": lambda: under({"vision": [0], "*": [1]}, schedule="zbv"),
         "state that two places change": lambda: under({"a": [0], "*": [1]}, Shared()),
     }
-    told = []
+    messages = []
     for name, refused in cases.items():
         with pytest.raises(PlanError) as e:
             refused()
-        told.append(f"-- {name}\n{e.value}")
-    golden("refusal_places", "\n\n".join(told))
+        messages.append(f"-- {name}\n{e.value}")
+    golden("refusal_places", "\n\n".join(messages))
 
 
 @pytest.mark.parametrize("written", [

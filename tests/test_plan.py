@@ -86,8 +86,8 @@ def no_search(monkeypatch):
 def test_ready_plans_are_the_same_when_read_back(names, compiled):
     one = OneDevice.of(small_llama(), tokens(), clip_norm=1.0)
     mesh = Mesh(dp=2, tp=2, cp=2) if "cp" in names else Mesh(dp=2, tp=2)
-    found = same_again(one, Plan.read(names, mesh), compiled)
-    assert found.decided.regions or not compiled
+    decided_plan = same_again(one, Plan.read(names, mesh), compiled)
+    assert decided_plan.decided.regions or not compiled
 
 
 @pytest.mark.parametrize("chunk", range(4))

@@ -83,9 +83,9 @@ def test_when_a_rank_dies_the_others_end_by_themselves_and_say_why(how, tmp_path
     nproc, code, fate = FATES[how]
     assert run(f"fail-{how}", nproc, tmp_path) == code
     console, logs = capfd.readouterr().err, [tmp_path / "logs" / f"{rank}.log" for rank in range(1, nproc)]
-    for told in [console, *(log.read_text() for log in logs[1:])]:
-        assert fate in told
-        assert "at        model.py:31, in all_reduce over dp" in told
+    for output in [console, *(log.read_text() for log in logs[1:])]:
+        assert fate in output
+        assert "at        model.py:31, in all_reduce over dp" in output
     last_words = console.rpartition("error: rank 1 ")[2]
     assert f"log       {logs[0]}" in last_words
     # a traceback comes after what was said before
@@ -103,10 +103,10 @@ LATE = {
 @pytest.mark.parametrize("how", LATE)
 def test_a_rank_that_does_not_come_is_named_at_the_timeout(how, tmp_path, capfd):
     assert run(f"fail-{how}", 2, tmp_path, MYCEL_TIMEOUT="4") == LOST
-    told = capfd.readouterr().err
+    output = capfd.readouterr().err
     pids = notes(tmp_path, "pid-")
-    assert f"no answer in all_reduce over dp for 4 s: {LATE[how].format(pid=pids['pid-1'])}" in told
-    assert "at        model.py:31, rank 0 waits in all_reduce over dp" in told
+    assert f"no answer in all_reduce over dp for 4 s: {LATE[how].format(pid=pids['pid-1'])}" in output
+    assert "at        model.py:31, rank 0 waits in all_reduce over dp" in output
     assert not any(alive(pid) for pid in pids.values())
 
 
@@ -175,7 +175,7 @@ def test_ranks_get_the_environment_and_only_the_first_the_console(tmp_path, capf
 
 def test_ranks_die_with_their_launcher(tmp_path):
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, "sleep", str(tmp_path), CHILD, "60"])
-    pids = until(lambda: len(found := notes(tmp_path, "pid-")) == 2 and found).values()
+    pids = until(lambda: len(by_name := notes(tmp_path, "pid-")) == 2 and by_name).values()
     assert all(alive(pid) for pid in pids)
     launcher.kill()
     assert launcher.wait() == -signal.SIGKILL
@@ -186,7 +186,7 @@ def test_ranks_die_with_their_launcher(tmp_path):
 def test_an_interrupt_goes_to_all_ranks_and_none_stays(job, grace_s, tmp_path):
     """Those that end by themselves, with what they started; and those that do not, when their time is over."""
     launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER, job, str(tmp_path), CHILD, str(grace_s)])
-    pids = until(lambda: len(found := notes(tmp_path, "pid-")) == (4 if job == "family" else 2) and found).values()
+    pids = until(lambda: len(by_name := notes(tmp_path, "pid-")) == (4 if job == "family" else 2) and by_name).values()
     launcher.send_signal(signal.SIGINT)
     assert launcher.wait(30) == 130
     assert len(notes(tmp_path, "interrupted-")) == (2 if job == "family" else 0)
@@ -249,11 +249,11 @@ def test_a_refusal_reaches_all_where_rank_0_holds_the_store(tmp_path):
         for r in range(3)
     ]
     for rank in ranks:
-        told = rank.communicate(timeout=100)[1]
+        output = rank.communicate(timeout=100)[1]
         assert rank.returncode == 1
-        assert "plan is not the same on all ranks" in told
-        assert "+of rank 1" in told
-        assert "+of rank 2" in told
+        assert "plan is not the same on all ranks" in output
+        assert "+of rank 1" in output
+        assert "+of rank 2" in output
 
 
 @pytest.mark.parametrize(("started_by", "late"), [("launch", 0), ("launch", 1), ("torchrun", 0), ("nobody", 1)])
@@ -364,7 +364,7 @@ def test_wrong_places_to_meet_are_refused():
         with pytest.raises(RunError, match="\n  try "):
             launch(["say"], **bad)
     with (
-        socket.create_server(("127.0.0.1", 0)) as taken,
+        socket.create_server(("127.0.0.1", 0)) as listener,
         pytest.raises(RunError, match=r"cannot listen at 127\.0\.0\.1:"),
     ):
-        launch(["say"], 1, rendezvous=f"127.0.0.1:{taken.getsockname()[1]}")
+        launch(["say"], 1, rendezvous=f"127.0.0.1:{listener.getsockname()[1]}")

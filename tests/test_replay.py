@@ -59,11 +59,11 @@ def batches(count):
 
 def losses(step, data, each=lambda i: None):
     torch.manual_seed(3)
-    found = []
+    values = []
     for i, batch in enumerate(data):
-        found.append(step(*batch))
+        values.append(step(*batch))
         each(i)
-    return torch.stack(found)
+    return torch.stack(values)
 
 
 def adam(model):
@@ -90,8 +90,8 @@ def run_both(make, change, monkeypatch, **how):
             model = Net()
             optimizer = make(model)
             step = mycel.train_step(model, optimizer, **how)
-            found = losses(step, data, lambda i, s=step: change(i, s))
-            results.append((step, found, list(model.state_dict().values())))
+            curve = losses(step, data, lambda i, s=step: change(i, s))
+            results.append((step, curve, list(model.state_dict().values())))
     (ours, a, mine), (_, b, others) = results
     assert torch.equal(a, b) and len(set(a.tolist())) == len(data)
     assert all(torch.equal(x, y) for x, y in zip(mine, others, strict=True))
@@ -116,10 +116,10 @@ def test_losses_stay_what_they_were(monkeypatch):
     torch.manual_seed(0)
     model = Net()
     step = mycel.train_step(model, adam(model))
-    found = [step(*batch) for batch in batches(4)]
-    values = [x.item() for x in found]
+    tensors = [step(*batch) for batch in batches(4)]
+    values = [x.item() for x in tensors]
     step(*batches(1)[0])
-    assert [x.item() for x in found] == values
+    assert [x.item() for x in tensors] == values
 
 
 def test_memory_that_moved_is_recorded_anew(monkeypatch):

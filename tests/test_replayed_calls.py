@@ -189,15 +189,15 @@ def test_so_many_are_recorded_at_once(monkeypatch):
 
     monkeypatch.setattr(replayed_calls, "_pool", lambda device, stream: Pool())
     monkeypatch.setattr(replayed_calls, "AT_ONCE", 2)
-    made = []
+    replays = []
     for _ in range(4):
         program = mycel.capture(lambda x: x + 1, torch.ones(3))
         record = functools.partial(replayed_calls._recorded, torch.device("cpu"))
         call = ReplayedCall(lambda x: (x + 1,), program, torch.device("cpu"), record, lambda: ("a stream",))
         for i in range(3):
             assert call(torch.full((3,), float(i)))[0].tolist() == [i + 1.0] * 3
-        made += call.by_context.values()
-    assert [replayed.why for replayed in made] == ["", "", "2 others are recorded", "2 others are recorded"]
+        replays += call.by_context.values()
+    assert [replayed.why for replayed in replays] == ["", "", "2 others are recorded", "2 others are recorded"]
 
 
 def test_one_thread_at_a_time(calls, monkeypatch):

@@ -78,9 +78,9 @@ def test_gradients_are_the_same_at_every_price(layer, depth, compiled, data):
     pairs = len(list(plan.paired(program.main)))
     mixed = data.draw(st.lists(st.sampled_from(PRICES), min_size=1, max_size=max(pairs, 1)))
     for prices in (*([p] for p in PRICES), mixed):
-        found = plan.residuals(program, program.entry, costs, prices)
-        made = check(lower.reside(program, found))
-        for a, b in zip(results(made, inputs), wanted, strict=True):
+        decided = plan.residuals(program, program.entry, costs, prices)
+        resident = check(lower.reside(program, decided))
+        for a, b in zip(results(resident, inputs), wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
@@ -89,9 +89,9 @@ def test_gradients_are_the_same_at_every_price(layer, depth, compiled, data):
 def test_the_dearer_a_byte_the_less_is_kept_and_the_more_computed_again(layer, depth, compiled):
     program = differentiated(stacked(layer, depth))
     costs = plan.Costs(program, plan.CPU, compiled)
-    found = [plan.residuals(program, program.entry, costs, [p]) for p in PRICES]
-    kept = [sum(d.bytes for d in r.pairs) for r in found]
-    again = [sum(d.seconds for d in r.pairs) for r in found]
+    by_price = [plan.residuals(program, program.entry, costs, [p]) for p in PRICES]
+    kept = [sum(d.bytes for d in r.pairs) for r in by_price]
+    again = [sum(d.seconds for d in r.pairs) for r in by_price]
     assert kept == sorted(kept, reverse=True)
     assert all(a <= b * (1 + 1e-6) + 1e-15 for a, b in itertools.pairwise(again))
 
@@ -100,12 +100,12 @@ def cost_of(block, needed, share, costs, price, redone):
     """Seconds of computing these equations again, and of keeping what they and backward read besides: the sum that is
     to be smallest."""
     there = costs.in_memory(block)
-    made = {v for e in redone for v in e.outputs}
+    recomputed = {v for e in redone for v in e.outputs}
     read = {*needed, *(v for e in redone for v in e.vars)}
     keep = sum(
         share.get(v, 1.0) * v.type.bytes * price + (0.0 if v in there else v.type.bytes / costs.hardware.bytes_s)
         for v in read
-        if v not in made
+        if v not in recomputed
     )
     return keep + sum(costs.seconds(e, there) for e in redone)
 
@@ -133,9 +133,9 @@ def test_the_cut_is_the_cheapest_of_all(layer, compiled, price, data):
         if eqn is not None and v.name not in keep and eqn not in redone:
             redone.append(eqn)
             read += eqn.vars
-    found = cost_of(block, needed, share, costs, price, redone)
+    cost = cost_of(block, needed, share, costs, price, redone)
     whole = cost_of(block, [*block.inputs, *values], {}, costs, price, ()) + sum(costs.seconds(e) for e in block.eqns)
-    assert found <= best + 1e-6 * whole + 1e-18
+    assert cost <= best + 1e-6 * whole + 1e-18
     assert seconds == pytest.approx(sum(costs.seconds(e, costs.in_memory(block)) for e in redone), abs=1e-15)
 
 
@@ -159,9 +159,9 @@ def test_all_is_kept_where_memory_is_free_and_inputs_alone_where_it_is_dear():
     assert len(free.pairs) == len(dear.pairs) == 3
     assert all(d.seconds == 0 for d in free.pairs)
     assert all(d.keep == () and d.seconds > 0 for d in dear.pairs)
-    made = lower.reside(program, dear)
-    backward = [e for e in made.main.eqns if e.op is call and e.phase == "backward"]
-    again = [e.op.name for e in made.blocks[backward[0].params["block"]].eqns]
+    resident = lower.reside(program, dear)
+    backward = [e for e in resident.main.eqns if e.op is call and e.phase == "backward"]
+    again = [e.op.name for e in resident.blocks[backward[0].params["block"]].eqns]
     assert again.count("tanh") >= 3 and again.count("sin") >= 3, "computed again in backward"
 
 
@@ -212,10 +212,10 @@ def main(h0: {SHAPE}, w0: {SHAPE}, w1: {SHAPE}, key: i64[]):
     wanted = results(program, inputs)
     assert len(list(plan.paired(program.main))) == 2
     for price in PRICES:
-        made = lower.reside(
+        resident = lower.reside(
             program, plan.residuals(program, program.entry, plan.Costs(program, plan.CPU, False), [price])
         )
-        for a, b in zip(results(made, inputs), wanted, strict=True):
+        for a, b in zip(results(resident, inputs), wanted, strict=True):
             assert torch.equal(a, b)
 
 
@@ -241,9 +241,9 @@ def test_what_backward_reads_between_the_calls_costs_a_block_nothing_to_keep():
     ends = [f"  z: {SHAPE} = linear(h3, u)", "  l: f64[] = sum(z, dims=(0, 1))", "  return l"]
     main = f"def main(h0: {SHAPE}, {', '.join(f'w{i}: {SHAPE}' for i in range(3))}, u: {SHAPE}):"
     program = differentiated(Program.parse("\n".join([layer, main, *calls, *ends, ""])))
-    found = plan.residuals(program, program.entry, plan.Costs(program, plan.CPU, True), [1e-9])
-    assert [d.keep for d in found.pairs] == [("v0", "y")] * 3
-    resident = check(lower.reside(program, found))
+    decided = plan.residuals(program, program.entry, plan.Costs(program, plan.CPU, True), [1e-9])
+    assert [d.keep for d in decided.pairs] == [("v0", "y")] * 3
+    resident = check(lower.reside(program, decided))
     assert len(resident.blocks) == 3, "forward, backward and the entry"
 
 

@@ -143,15 +143,15 @@ def test_a_step_says_what_its_inputs_are(steps, name):
     """Names as in the state dict; each trained parameter has its state, each group its numbers."""
     one = steps[name]
     program = one.unsharded.program
-    found = {kind: {program.role(v).name for v in program.inputs_of(kind)} for kind in FORMS}
-    assert found["parameter"] == {n for n, _ in one.model.named_parameters()}
-    assert found["buffer"] == {n for n, _ in one.model.named_buffers()}
-    assert found["batch"] == {"x", "target"} and found["count"] == set() and len(program.inputs_of("key")) == 1
+    names = {kind: {program.role(v).name for v in program.inputs_of(kind)} for kind in FORMS}
+    assert names["parameter"] == {n for n, _ in one.model.named_parameters()}
+    assert names["buffer"] == {n for n, _ in one.model.named_buffers()}
+    assert names["batch"] == {"x", "target"} and names["count"] == set() and len(program.inputs_of("key")) == 1
     assert {program.role(v) for v in program.inputs_of("state")} == {
-        Role("state", slot, of=n) for slot in ("exp_avg", "exp_avg_sq", "step") for n in found["parameter"]
+        Role("state", slot, of=n) for slot in ("exp_avg", "exp_avg_sq", "step") for n in names["parameter"]
     }
-    assert {program.role(v).of for v in program.inputs_of("hyper")} == {"0"} and "lr" in found["hyper"]
-    assert found["counter"] == {"skipped", *(["loss_scale", "good_steps"] if name == "fp16" else [])}
+    assert {program.role(v).of for v in program.inputs_of("hyper")} == {"0"} and "lr" in names["hyper"]
+    assert names["counter"] == {"skipped", *(["loss_scale", "good_steps"] if name == "fp16" else [])}
     assert len(program.by_role()) == len(program.inputs)
     assert Program.parse(str(program), program.consts) == program
 
@@ -161,8 +161,13 @@ def test_lowering_keeps_the_roles_of_a_step(steps, name):
     one = steps[name]
     before = kept(one.unsharded.program)
     for written in (Plan.read("dp", Mesh(dp=2)), Plan.read("zero3", Mesh(dp=4))):
-        found = one.under(written)
-        for program in (found.whole, found.local, transform.simplify(found.local), ready_to_run(found)):
+        distributed = one.under(written)
+        for program in (
+            distributed.whole,
+            distributed.local,
+            transform.simplify(distributed.local),
+            ready_to_run(distributed),
+        ):
             assert kept(program) == before
     program = one.unsharded.program
     costs = Costs(program, CPU, False)
@@ -274,12 +279,12 @@ def test_state_with_a_shape_of_its_own_and_partial_state_run_and_are_saved(tmp_p
         return parts, parts.given(UnshardedStep(None, program, (), 1, "main"))
 
     parts, lying = planned(Mesh(dp=2, tp=3))
-    found = spread(program, parts.plan, *lying)
-    lies = dict(zip((program.role(v) for v in program.inputs), found.inputs, strict=True))
+    distributed = spread(program, parts.plan, *lying)
+    lies = dict(zip((program.role(v) for v in program.inputs), distributed.inputs, strict=True))
     assert lies[error] == parts.slots[error][0] == Layout((("tp",), ()), (("dp", "+"),))
     assert lies[rows] == parts.slots[rows][0] == Layout((("tp",), ()))
-    assert found.outputs[program.updates.index("e") + 1] == lies[error]
-    compared(program, found, Mesh(dp=2, tp=3), values)
+    assert distributed.outputs[program.updates.index("e") + 1] == lies[error]
+    compared(program, distributed, Mesh(dp=2, tp=3), values)
 
     saved = {"e": parts.slots[error], "m": parts.slots[rows]}
     state = {"e": torch.randint(-9, 9, (2, 6, 4)).double(), "m": values[2].expand(2, 6, 1)}  # by rank of dp

@@ -239,8 +239,8 @@ def test_fresh_results_share_no_memory(name):
         inputs = example.make("f64")
         outs = op.kernel(*inputs, **example.params)
         held = {x.untyped_storage().data_ptr() for x in inputs if isinstance(x, torch.Tensor)}
-        made = [y.untyped_storage().data_ptr() for y in (outs if isinstance(outs, tuple) else (outs,))]
-        assert not held & set(made) and len(set(made)) == len(made)
+        addresses = [y.untyped_storage().data_ptr() for y in (outs if isinstance(outs, tuple) else (outs,))]
+        assert not held & set(addresses) and len(set(addresses)) == len(addresses)
 
 
 SHARING = """

@@ -118,8 +118,8 @@ def test_bound_holds_for_all_orders_of_a_tiny_pipeline():
             with contextlib.suppress(PlanError):  # some wait in a circle
                 seconds.append(timeline(PipelineSchedule("any", 2, (0, 1), True, pair), costs).seconds)
         assert bound((0, 1), 2, costs) <= min(seconds) + 1e-12
-        found = timeline(searched((0, 1), 2, costs), costs).seconds
-        assert min(seconds) <= found + 1e-12 and found <= 1.1 * min(seconds)
+        searched_seconds = timeline(searched((0, 1), 2, costs), costs).seconds
+        assert min(seconds) <= searched_seconds + 1e-12 and searched_seconds <= 1.1 * min(seconds)
 
 
 def _waits(order: tuple[StageStep, ...]) -> bool:

@@ -77,26 +77,26 @@ class Blocks(nn.Module):
 
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_no_ready_plan_is_priced_lower(make):
-    found = of(make(), cluster=TWO)
-    answer = found.run()
+    plan_search = of(make(), cluster=TWO)
+    answer = plan_search.run()
     meshes = [Mesh(dp=2), Mesh(tp=2)]
     names = [n for n in ready_plans() if n in ("dp", "tp", "zero1", "zero2", "zero3")]
     for mesh, chosen in itertools.product(meshes, [*names, "dp+tp", "zero3+tp"]):
         if {"dp": "dp" in chosen or "zero" in chosen, "tp": "tp" in chosen} != {a: a in mesh for a in ("dp", "tp")}:
             continue
         shape = Shape(mesh.sizes().get("dp", 1), 1, mesh.sizes().get("tp", 1))
-        ready = found._timed(shape, Plan.read(chosen, mesh))
+        ready = plan_search._timed(shape, Plan.read(chosen, mesh))
         assert answer.best.seconds <= ready.seconds * 1.02, (chosen, mesh)
     assert answer.bound <= answer.best.seconds
 
 
 def test_the_best_of_its_space():
     """Everything priced, one by one."""
-    found = of(Blocks(), cluster=TWO)
-    best = found.run().best
+    plan_search = of(Blocks(), cluster=TWO)
+    best = plan_search.run().best
     every = [
-        found.price(replace(mesh, zero=zero, microbatches=n))
-        for mesh in found.space.meshes()
+        plan_search.price(replace(mesh, zero=zero, microbatches=n))
+        for mesh in plan_search.space.meshes()
         for zero in ((0, 1, 2, 3) if mesh.dp > 1 else (0,))
         for n in (1, 2)
         if 8 // mesh.dp % n == 0
@@ -105,8 +105,8 @@ def test_the_best_of_its_space():
 
 
 def test_products_are_split_by_columns_then_rows():
-    found = of(Blocks(), cluster={**SLOW, "devices": 4, "hosts": 1, "levels": [{"bytes_s": 1e10}]})
-    chosen = found.parameters(Shape(tp=4))
+    plan_search = of(Blocks(), cluster={**SLOW, "devices": 4, "hosts": 1, "levels": [{"bytes_s": 1e10}]})
+    chosen = plan_search.parameters(Shape(tp=4))
     assert chosen["first.*.weight"] == ["tp", "-"] and chosen["second.*.weight"] == ["-", "tp"]
     assert chosen["first.*.bias"] == ["tp"]
 
@@ -116,11 +116,11 @@ def test_the_same_again_and_what_it_writes_is_what_it_priced(tmp_path):
     assert search_text.table(first).split("planning")[0] == search_text.table(second).split("planning")[0]
     file = tmp_path / "plan.yaml"
     file.write_text(search_text.file_text(first))
-    found, plan = of(Blocks(), cluster=TWO), Plan.read(file)
+    plan_search, plan = of(Blocks(), cluster=TWO), Plan.read(file)
     assert search_text.difference(plan, first.best.plan) == ""
-    again = found._timed(replace(first.best.shape), plan)
+    again = plan_search._timed(replace(first.best.shape), plan)
     assert again.seconds == first.best.seconds and again.peak == first.best.peak
-    assert "it fits" in found.checked(plan)
+    assert "it fits" in plan_search.checked(plan)
     with pytest.raises(PlanError, match="the plan is for 2 devices, the cluster has 4"):
         of(Blocks()).checked(plan)
 
@@ -140,16 +140,16 @@ def test_given_meshes_and_levels_are_kept():
 
 
 def test_an_interrupt_gives_the_best_so_far(monkeypatch):
-    found = of(Blocks(), cluster=TWO)
-    price, count = found.price, itertools.count()
+    plan_search = of(Blocks(), cluster=TWO)
+    price, count = plan_search.price, itertools.count()
 
     def interrupted(shape):
         if next(count) == 2:
             raise KeyboardInterrupt
         return price(shape)
 
-    monkeypatch.setattr(found, "price", interrupted)
-    answer = found.run()
+    monkeypatch.setattr(plan_search, "price", interrupted)
+    answer = plan_search.run()
     assert len(answer.candidates) == 2 and not answer.complete and "stopped early" in search_text.table(answer)
     assert of(Blocks(), cluster=TWO).run(seconds=0).complete is False
 
@@ -208,9 +208,9 @@ def test_what_a_function_makes_needs_no_memory(tmp_path, monkeypatch):
 
 def test_as_data():
     answer = of(Blocks(), cluster=TWO).run()
-    found = json.loads(json.dumps(search_text.data(answer)))
-    best = found["plans"][0]
-    assert all(best.keys() == each.keys() for each in found["plans"])
+    parsed = json.loads(json.dumps(search_text.data(answer)))
+    best = parsed["plans"][0]
+    assert all(best.keys() == each.keys() for each in parsed["plans"])
     assert sum(best["peak_parts"].values()) == best["peak_bytes"]
     assert best["fits"] and best["mesh"] and best["step_seconds"] >= best["bound_seconds"] > 0
     parts = best["seconds"]
@@ -221,10 +221,10 @@ def test_as_data():
 
 
 def test_a_page_of_plans_needs_nothing_but_itself():
-    found = of(Blocks())
-    answer = found.run()
+    plan_search = of(Blocks())
+    answer = plan_search.run()
     line = timeline(named("zbv", 2, 4), StageCosts.equal(4))
-    text = search_page.page(answer, replace(found.detail(answer.best), schedule=line))
+    text = search_page.page(answer, replace(plan_search.detail(answer.best), schedule=line))
     assert "http" not in text and "<script" not in text and "src=" not in text
     root = ElementTree.fromstring(text.removeprefix("<!doctype html>").replace('<meta charset="utf-8">', ""))
     boxes = [x for x in root.iter("rect") if x.find("title") is not None]
@@ -246,15 +246,15 @@ def test_small_steps_are_told_in_microseconds():
 def test_what_is_computed_again_is_called_so_where_it_is_most_of_what_is_lost():
     best = of(Blocks(), cluster=TWO, given={"mesh": {"tp": 2}}).run().best
     more = {**best.times.totals, "compute": best.times.totals["compute"] + 2e-3}
-    for again, told in ((1e-6, "+2.0 ms of computing"), (2e-3, "+2.0 ms of computing again")):
+    for again, reason in ((1e-6, "+2.0 ms of computing"), (2e-3, "+2.0 ms of computing again")):
         loser = replace(best, times=replace(best.times, totals=more), again=best.again + again)
-        assert explained(loser, best).why == told
+        assert explained(loser, best).why == reason
 
 
 def test_a_parameter_is_explained_by_what_its_other_layouts_cost():
-    found = of(Blocks(), cluster=TWO, given={"mesh": {"tp": 2}})
-    answer = found.run()
-    lines = search_text.explained(found, answer, "first.*.weight").splitlines()
+    plan_search = of(Blocks(), cluster=TWO, given={"mesh": {"tp": 2}})
+    answer = plan_search.run()
+    lines = search_text.explained(plan_search, answer, "first.*.weight").splitlines()
     rows = [line for line in lines if line.startswith("  [")]
     assert len(rows) == 3 and sum(line.endswith("chosen") for line in rows) == 1
     units = {"ms": 1e-3, "µs": 1e-6}
@@ -262,9 +262,9 @@ def test_a_parameter_is_explained_by_what_its_other_layouts_cost():
     seconds = [float(number.replace(",", "")) * units[unit] for number, unit in spans]
     chosen = next(s for s, line in zip(seconds, rows, strict=True) if line.endswith("chosen"))
     assert chosen <= min(seconds) * (1 + 1e-3)
-    assert "test_search.py" in search_text.explained(found, answer, "relu")
+    assert "test_search.py" in search_text.explained(plan_search, answer, "relu")
     with pytest.raises(PlanError, match="nothing is called"):
-        search_text.explained(found, answer, "no.such.thing")
+        search_text.explained(plan_search, answer, "no.such.thing")
 
 
 class Pairs(nn.Module):
@@ -286,9 +286,9 @@ def test_parameters_are_split_in_two_dims_where_that_sends_less(ranks, ratio, mo
     """Bytes of 1-D and 2-D tensor parallelism: 2 (P-1) b h / P and 2 b (e (x-1) + h (y-1)) / P."""
     x = torch.empty(4096, 2048, device="meta")
     wires = {"device": "H100", "devices": ranks, "hosts": 1, "levels": [{"bytes_s": 2e10, "start_s": 1e-6}]}
-    found = of(Pairs(2048, ratio * 2048), {"x": x, "y": x}, wires)
-    line = found.price(Shape(tp=ranks))
-    planes = [found.price(shape) for shape in found.space.planes(Shape(tp=ranks))]
+    plan_search = of(Pairs(2048, ratio * 2048), {"x": x, "y": x}, wires)
+    line = plan_search.price(Shape(tp=ranks))
+    planes = [plan_search.price(shape) for shape in plan_search.space.planes(Shape(tp=ranks))]
     best = min(planes, key=lambda c: c.seconds)
     sent = [sum(c.sent.values()) for c in (line, best)]
     if most < 1.0:
@@ -299,34 +299,34 @@ def test_parameters_are_split_in_two_dims_where_that_sends_less(ranks, ratio, mo
 
 def test_rows_of_experts_travel_beside_other_experts():
     """Two microbatches at once are a neighbour of a plan with experts over ranks, as many as are given if they are."""
-    found = of(family("olmoe"), cluster=TWO)
-    assert not [*found.space.woven(Shape(dp=2))] and not [*found.space.woven(Shape(ep=2), 1)]
-    (shape,) = found.space.woven(Shape(ep=2))
-    assert (shape.microbatches, shape.at_once) == (2, 2) and [*found.space.woven(shape)] == []
-    plain, woven = found.price(replace(shape, at_once=1)), found.price(shape)
+    plan_search = of(family("olmoe"), cluster=TWO)
+    assert not [*plan_search.space.woven(Shape(dp=2))] and not [*plan_search.space.woven(Shape(ep=2), 1)]
+    (shape,) = plan_search.space.woven(Shape(ep=2))
+    assert (shape.microbatches, shape.at_once) == (2, 2) and [*plan_search.space.woven(shape)] == []
+    plain, woven = plan_search.price(replace(shape, at_once=1)), plan_search.price(shape)
     assert woven.plan.at_once == 2 and 0 < woven.exposed < plain.exposed
 
 
 def test_stages_where_gradients_would_take_long():
     """Two hosts with a slow wire between them: activations are small beside gradients, so each host has a stage."""
     wires = [{"name": "inside", "bytes_s": 1e11, "start_s": 1e-7}, {"name": "slow", "bytes_s": 2e7, "start_s": 1e-6}]
-    found = of(llama(num_hidden_layers=8, hidden_size=64), cluster={**SLOW, "levels": wires})
-    spread = found.price(Shape(dp=4))
-    pipelines = [shape for shapes in found.space.pipelines(Shape(dp=4)) for shape in shapes]
+    plan_search = of(llama(num_hidden_layers=8, hidden_size=64), cluster={**SLOW, "levels": wires})
+    spread = plan_search.price(Shape(dp=4))
+    pipelines = [shape for shapes in plan_search.space.pipelines(Shape(dp=4)) for shape in shapes]
     assert [shape.pp for shape in pipelines] == [2, 4]
-    staged = found.price(pipelines[0])
-    assert staged.seconds < spread.seconds and staged.bubble > 0 and staged.seconds > found.bound
-    assert found.priced(staged.plan).seconds == pytest.approx(staged.seconds, rel=0.02)
+    staged = plan_search.price(pipelines[0])
+    assert staged.seconds < spread.seconds and staged.bubble > 0 and staged.seconds > plan_search.bound
+    assert plan_search.priced(staged.plan).seconds == pytest.approx(staged.seconds, rel=0.02)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_part_of_an_equation_takes_at_least_its_share(seed):
     """Of what the bound is made of."""
-    found = of(llama(num_hidden_layers=1))
-    costs = plan.Costs(found.program, found.cluster.hardware, True)
+    plan_search = of(llama(num_hidden_layers=1))
+    costs = plan.Costs(plan_search.program, plan_search.cluster.hardware, True)
     rng = random.Random(seed)
     count = 0
-    for _, eqn in walk(found.program):
+    for _, eqn in walk(plan_search.program):
         ways = rng.choice((2, 4))
         dims = [d for v in eqn.outputs[:1] for d, n in enumerate(v.shape) if n % ways == 0]
         same = all(not v.ndim or v.shape == eqn.outputs[0].shape for v in eqn.vars)

@@ -47,8 +47,8 @@ def tokens(rows=16):
 
 def test_codecs_are_picked_where_asked_for_and_quicker():
     exact = of(Two(), batch(), CRAWLING, given={"mesh": {"dp": 4}}).run().best
-    found = of(Two(), batch(), CRAWLING, given={"mesh": {"dp": 4}, "compress": "auto"})
-    answer = found.run()
+    plan_search = of(Two(), batch(), CRAWLING, given={"mesh": {"dp": 4}, "compress": "auto"})
+    answer = plan_search.run()
     assert exact.shape.compress == "" and answer.best.shape.compress in CANDIDATES[1:]
     assert answer.best.seconds < exact.seconds
     written = answer.best.plan.data()["compress"]
@@ -58,8 +58,8 @@ def test_codecs_are_picked_where_asked_for_and_quicker():
 
 
 def test_what_would_be_faster_is_remarked_on_not_done():
-    found = of(Two(), batch(), CRAWLING, given={"mesh": {"dp": 4}})
-    answer = remarked(found, found.run())
+    plan_search = of(Two(), batch(), CRAWLING, given={"mesh": {"dp": 4}})
+    answer = remarked(plan_search, plan_search.run())
     (text,) = answer.remarks
     assert "int8+ef" in text and "compress: auto" in text and text in search_text.table(answer)
     quick = of(Two(), batch(), TWO)
@@ -80,8 +80,8 @@ def test_what_would_be_faster_is_remarked_on_not_done():
     ids=["zero", "mesh", "microbatches", "order", "codec", "offload", "stages"],
 )
 def test_what_is_given_holds_in_every_plan(given, holds):
-    found = of(Two(), batch(4), TWO if "mesh" not in given else SLOW, given=given)
-    answer = found.run()
+    plan_search = of(Two(), batch(4), TWO if "mesh" not in given else SLOW, given=given)
+    answer = plan_search.run()
     assert all(holds(c.shape) for c in answer.candidates)
     if "offload" in given:
         assert answer.best.plan.data()["offload"] == given["offload"]
@@ -126,19 +126,19 @@ def test_stages_that_are_given():
 @pytest.mark.parametrize("cluster, given", [(SLOW, {}), (CRAWLING, {"compress": "auto", "zero": 1})], ids=["all", "1"])
 def test_the_best_of_all_it_may_choose_from(cluster, given):
     """Brute force: meshes and orders x ZeRO x microbatches x codecs, each priced."""
-    found = of(Two(32), batch(4, 32), cluster, given=given)
-    best = found.run().best
+    plan_search = of(Two(32), batch(4, 32), cluster, given=given)
+    best = plan_search.run().best
     shapes = [
         replace(shape, zero=zero, microbatches=count, compress=codec)
-        for mesh in found.space.meshes()
-        for shape in (mesh, *found.space.orders(mesh), *found.space.hybrids(replace(mesh, zero=3)))
+        for mesh in plan_search.space.meshes()
+        for shape in (mesh, *plan_search.space.orders(mesh), *plan_search.space.hybrids(replace(mesh, zero=3)))
         for zero in ([given["zero"]] if given else (0, 1, 2, 3) if shape.dp * shape.fsdp > 1 else (0,))
         if zero or shape.fsdp == 1
-        for count in found.space.microbatches(shape)[:2]
-        for codec in (("", *found.given.codecs) if shape.replicas > 1 else ("",))
+        for count in plan_search.space.microbatches(shape)[:2]
+        for codec in (("", *plan_search.given.codecs) if shape.replicas > 1 else ("",))
     ]
-    least = min((found.price(shape) for shape in dict.fromkeys(shapes)), key=lambda c: c.seconds)
-    assert found.bound <= least.seconds
+    least = min((plan_search.price(shape) for shape in dict.fromkeys(shapes)), key=lambda c: c.seconds)
+    assert plan_search.bound <= least.seconds
     assert best.seconds <= least.seconds, f"{best.shape} {best.seconds}, but {least.shape} {least.seconds}"
 
 
@@ -187,8 +187,8 @@ def test_stages_that_do_not_divide():
 
 def test_one_host_is_remarked_on_where_others_only_make_it_wait():
     """What one host takes is what a search of its devices says; a mesh that is given has as many devices as it has."""
-    found = of(Two(), batch(), CRAWLING)
-    answer = remarked(found, found.run())
+    plan_search = of(Two(), batch(), CRAWLING)
+    answer = remarked(plan_search, plan_search.run())
     alone = of(Two(), batch(), {**CRAWLING, "hosts": 1, "levels": CRAWLING["levels"][:1]}).run().best
     assert alone.seconds < answer.best.seconds
     (text,) = [text for text in answer.remarks if "one host" in text]

@@ -85,10 +85,11 @@ def test_ranks_go_where_there_is_work():
 def test_towers_are_placed_where_that_is_faster(cluster):
     """On wires that gradients wait for, each tower on ranks of its own; on others never if that is slower: as every
     number of ranks says, priced one by one."""
-    found = of(Wide(1), pictures(48, 64), cluster)
-    answer, world = found.run(), found.cluster.world
+    plan_search = of(Wide(1), pictures(48, 64), cluster)
+    answer, world = plan_search.run(), plan_search.cluster.world
     every = [
-        found.price(Shape(place=on_ranks_of_their_own([("vision",), ("*",)], (n, world - n)))) for n in range(1, world)
+        plan_search.price(Shape(place=on_ranks_of_their_own([("vision",), ("*",)], (n, world - n))))
+        for n in range(1, world)
     ]
     placed = min(c.seconds for c in every)
     others = min(c.seconds for c in answer.candidates if not c.shape.place)
@@ -97,9 +98,9 @@ def test_towers_are_placed_where_that_is_faster(cluster):
     if cluster is FAST:
         return
     read = Plan.read(yaml.safe_load(search_text.file_text(answer)))
-    assert found.priced(read).seconds == answer.best.seconds and read.mesh.world == world
-    assert found.checked(read).startswith("it fits")
-    text, page = search_text.table(answer), search_page.page(answer, found.detail(answer.best))
+    assert plan_search.priced(read).seconds == answer.best.seconds and read.mesh.world == world
+    assert plan_search.checked(read).startswith("it fits")
+    text, page = search_text.table(answer), search_page.page(answer, plan_search.detail(answer.best))
     assert str(answer.best.shape) in text and "Drawn is the place of vision" in page
 
 
@@ -133,12 +134,12 @@ def test_mycel_plan_prices_places(tmp_path):
     (tmp_path / "t5.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(TWO))
     cluster = ["--cluster", str(tmp_path / "cluster.yaml")]
-    told = CliRunner().invoke(app, ["plan", str(tmp_path / "t5.yaml"), *cluster, "-o", str(tmp_path / "plan.yaml")])
-    assert told.exit_code == 0 and "encoder on rank 0; * on rank 1" in told.output, told.output
+    result = CliRunner().invoke(app, ["plan", str(tmp_path / "t5.yaml"), *cluster, "-o", str(tmp_path / "plan.yaml")])
+    assert result.exit_code == 0 and "encoder on rank 0; * on rank 1" in result.output, result.output
     assert Plan.read(tmp_path / "plan.yaml").places[0].patterns == ("encoder",)
     again = ["plan", "check", str(tmp_path / "plan.yaml"), str(tmp_path / "t5.yaml"), *cluster]
-    told = CliRunner().invoke(app, again)
-    assert told.exit_code == 0 and "it fits: a step takes" in told.output, told.output
+    result = CliRunner().invoke(app, again)
+    assert result.exit_code == 0 and "it fits: a step takes" in result.output, result.output
 
 
 def test_a_step_finds_places_by_itself(monkeypatch):

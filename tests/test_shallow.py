@@ -38,10 +38,10 @@ def t5() -> nn.Module:
     ids=["llama zero3", "llama zero3, microbatches", "gpt2 dp, cp", "t5 zero1"],
 )
 def test_what_is_said_of_the_whole_is_what_it_says_itself(make, shape):
-    found = of(make(), cluster=SLOW)
-    assert found.shallow is not None
-    written = found.written(shape)
-    few, whole = found._timed_shallow(shape, written), found._timed_whole(shape, written)
+    plan_search = of(make(), cluster=SLOW)
+    assert plan_search.shallow is not None
+    written = plan_search.written(shape)
+    few, whole = plan_search._timed_shallow(shape, written), plan_search._timed_whole(shape, written)
     assert few.seconds == pytest.approx(whole.seconds, rel=0.01)
     assert few.peak == pytest.approx(whole.peak, rel=0.01)
     assert few.times.held == whole.times.held
@@ -49,10 +49,10 @@ def test_what_is_said_of_the_whole_is_what_it_says_itself(make, shape):
 
 
 def test_a_plan_that_need_not_move_values_is_priced_without_all_layers(monkeypatch):
-    found = of(llama(num_hidden_layers=DEEP), cluster=SLOW)
+    plan_search = of(llama(num_hidden_layers=DEEP), cluster=SLOW)
     monkeypatch.setattr(Search, "_timed_whole", None)
     here = Shape(4, 1, 1, 3, 1)
-    resting, moving = found.price(here), found.price(replace(here, offload=True))
+    resting, moving = plan_search.price(here), plan_search.price(replace(here, offload=True))
     assert moving.seconds == resting.seconds and moving.peak == resting.peak
     assert resting.plan.offload.is_none and not moving.plan.offload.is_none
 
@@ -63,8 +63,8 @@ def test_ways_to_move_that_do_not_look_likely_are_tried_where_no_other_fits(monk
     held = int(of(llama(num_hidden_layers=DEEP), cluster=alone).held(Shape()))
 
     def priced():
-        found = of(llama(num_hidden_layers=DEEP), cluster=alone, memory=WORKSPACE + held)
-        return found.price(Shape(offload=True))
+        plan_search = of(llama(num_hidden_layers=DEEP), cluster=alone, memory=WORKSPACE + held)
+        return plan_search.price(Shape(offload=True))
 
     guided = priced()
     monkeypatch.setattr(Search, "_may_fit", lambda self, shape, written: lambda way: False)
@@ -75,11 +75,11 @@ def test_a_deep_model_that_must_move_values_fits_as_it_is_lowered():
     alone = {**SLOW, "devices": 1, "hosts": 1, "levels": SLOW["levels"][:1]}
     free = of(llama(num_hidden_layers=DEEP), cluster=alone)
     held = int(free.held(Shape()))
-    found = of(llama(num_hidden_layers=DEEP), cluster=alone, memory=WORKSPACE + held)
-    best = found.run().best
-    assert found.shallow is not None and best.shape.offload
+    plan_search = of(llama(num_hidden_layers=DEEP), cluster=alone, memory=WORKSPACE + held)
+    best = plan_search.run().best
+    assert plan_search.shallow is not None and best.shape.offload
     program = best.outcome.lowered.program
-    times = clock(program, found.cluster.hardware, compiled=program.blocks)
+    times = clock(program, plan_search.cluster.hardware, compiled=program.blocks)
     assert times.peak[DEVICE] == best.peak <= WORKSPACE + held
     assert times.seconds == pytest.approx(best.seconds)
 
@@ -111,8 +111,8 @@ def batch():
 
 
 def test_layers_that_take_turns_are_left_out_in_turns():
-    found = of(Stack([False, True] * 6), batch())
-    assert found.shallow is not None and [x.period for x in found.shallow.lists] == [2]
+    plan_search = of(Stack([False, True] * 6), batch())
+    assert plan_search.shallow is not None and [x.period for x in plan_search.shallow.lists] == [2]
 
 
 def test_layers_without_a_pattern_are_all_planned():
@@ -120,8 +120,8 @@ def test_layers_without_a_pattern_are_all_planned():
 
 
 def test_code_that_counts_on_all_layers_is_planned_as_it_is():
-    found = of(Stack([False] * 12, numbered=True), batch())
-    assert found.shallow is None and found.price(Shape(4)).fits
+    plan_search = of(Stack([False] * 12, numbered=True), batch())
+    assert plan_search.shallow is None and plan_search.price(Shape(4)).fits
 
 
 def test_a_model_has_all_its_layers_again():

@@ -22,7 +22,9 @@ ALL = {**STATE, "parameters": "host", "gradients": "host"}
 
 
 def task_of(one: OneDevice, written: Plan, budget: int | None = None) -> Task:
-    inside = ShardedModel(one.model, one.optimizer, written.inside).given(one.unsharded) if written.inside.mesh.axes else ()
+    inside = (
+        ShardedModel(one.model, one.optimizer, written.inside).given(one.unsharded) if written.inside.mesh.axes else ()
+    )
     return Task(one.unsharded.program, one.unsharded.body, CPU, False, *inside, budget=budget)
 
 
@@ -109,6 +111,6 @@ def test_a_budget_is_kept_by_each_rank(one):
 def test_zeros_that_a_sum_begins_with_stay(one):
     written = Plan.read({"stages": 2, "microbatches": 4, "offload": {"activations": "host"}})
     programs = planned(task_of(one, written), written)[1].pipeline.programs
-    made = {v: e for p in programs for e in p.main.eqns for v in e.outputs}
-    left = [made[e.inputs[0]].op.name for p in programs for e in p.main.eqns if e.op.name == "begin_move"]
+    producers = {v: e for p in programs for e in p.main.eqns for v in e.outputs}
+    left = [producers[e.inputs[0]].op.name for p in programs for e in p.main.eqns if e.op.name == "begin_move"]
     assert "call" in left and "full" not in left

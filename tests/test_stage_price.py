@@ -91,6 +91,6 @@ class LateFirst(nn.Module):
 
 
 def test_lists_are_cut_in_the_order_of_their_calls():
-    found = of(LateFirst(), {"x": torch.empty(8, 8, device="meta")}, TWO)
-    priced = found.price(Shape(pp=2, microbatches=4))
-    assert found.is_shallow and priced.plan.stages[0].startswith("early")
+    plan_search = of(LateFirst(), {"x": torch.empty(8, 8, device="meta")}, TWO)
+    priced = plan_search.price(Shape(pp=2, microbatches=4))
+    assert plan_search.is_shallow and priced.plan.stages[0].startswith("early")

@@ -287,12 +287,12 @@ def test_what_cannot_be_a_pipeline_is_told():
         "a schedule for other numbers": lambda: under(few, stages=3, schedule="zbv"),
         "a stage that does not fit": lambda: under(few, 2000, stages=2),
     }
-    told = []
+    messages = []
     for name, refused in cases.items():
         with pytest.raises(PlanError) as e:
             refused()
-        told.append(f"-- {name}\n{e.value}")
-    golden("refusal_stages", "\n\n".join(told))
+        messages.append(f"-- {name}\n{e.value}")
+    golden("refusal_stages", "\n\n".join(messages))
 
 
 def test_gradients_one_step_late():
@@ -314,22 +314,22 @@ def test_compressed_gradients():
     model = Tied(2, width=48)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     flat = Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], "microbatches": 2, "compress": {"dp": "int8+ef"}})
-    made = mycel.train_step(model, optimizer, compile=False, plan=flat, clip_norm=0.1).unsharded(**batch)
-    one = OneDevice(model, batch, optimizer, made)
-    task = Task(made.program, made.body, CPU, False, *ShardedModel(model, optimizer, flat).given(made))
+    unsharded = mycel.train_step(model, optimizer, compile=False, plan=flat, clip_norm=0.1).unsharded(**batch)
+    one = OneDevice(model, batch, optimizer, unsharded)
+    task = Task(unsharded.program, unsharded.body, CPU, False, *ShardedModel(model, optimizer, flat).given(unsharded))
     alone = planned(task, flat)[1]
     stages = planned(task, replace(flat, stages=("embed", "layers.1")))[1].pipeline
     roles = [{p.role(v).of for v in p.inputs_of("error")} for p in stages.programs]
     assert roles[0] and roles[1] and not roles[0] & roles[1]
     given = {
-        made.program.role(v): spread_out(x, layout, flat.mesh)
-        for v, x, layout in zip(made.program.inputs, start_values(one), alone.spread.inputs, strict=True)
+        unsharded.program.role(v): spread_out(x, layout, flat.mesh)
+        for v, x, layout in zip(unsharded.program.inputs, start_values(one), alone.spread.inputs, strict=True)
     }
     results = simulate(alone.program, flat.mesh, [given[alone.program.role(v)] for v in alone.program.inputs])
     news = dict(zip(alone.program.updates, results[-len(alone.program.updates) :], strict=True))
     inputs = [[given[p.role(v)] for v in p.inputs] for p in stages.programs]
-    for p, found in zip(stages.programs, simulate_stages(stages.programs, flat.mesh, "pp", inputs), strict=True):
-        for name, parts in zip(p.updates, found[-len(p.updates) :], strict=True):
+    for p, outs in zip(stages.programs, simulate_stages(stages.programs, flat.mesh, "pp", inputs), strict=True):
+        for name, parts in zip(p.updates, outs[-len(p.updates) :], strict=True):
             torch.testing.assert_close(parts, news[name], rtol=1e-4, atol=2e-5)
 
 

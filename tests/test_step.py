@@ -129,13 +129,13 @@ OPTIMISERS = {
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_every_optimiser(name, settings):
     pair = agree(beside(mlp, OPTIMISERS[name], rows, cross_entropy, steps=20, **settings), params=1e-6)
-    found, wanted = pair.optimizer.state_dict(), pair.plain.state_dict()
-    assert found["state"].keys() == wanted["state"].keys()
+    ours, wanted = pair.optimizer.state_dict(), pair.plain.state_dict()
+    assert ours["state"].keys() == wanted["state"].keys()
     for k, state in wanted["state"].items():
-        assert found["state"][k].keys() == state.keys()
+        assert ours["state"][k].keys() == state.keys()
         for slot, value in state.items():
-            torch.testing.assert_close(found["state"][k][slot], value, rtol=1e-4, atol=1e-6)
-    assert found["param_groups"] == wanted["param_groups"]
+            torch.testing.assert_close(ours["state"][k][slot], value, rtol=1e-4, atol=1e-6)
+    assert ours["param_groups"] == wanted["param_groups"]
 
 
 def test_the_norm_of_the_gradients_is_reported_before_clipping():

@@ -101,8 +101,8 @@ def test_a_loss_that_is_a_module_with_buffers():
 def test_a_loss_whose_arguments_come_by_name_or_have_defaults(name, loss, args, kwargs):
     batch = rows(0)
     pair = both(mlp, sgd(), loss)
-    found = pair.step(*batch[:args], **{k: batch[i] for k, i in kwargs.items()})
-    assert found.item() == pytest.approx(cross_entropy(pair.twin(batch[0]), batch[1]).item(), rel=1e-5)
+    value = pair.step(*batch[:args], **{k: batch[i] for k, i in kwargs.items()})
+    assert value.item() == pytest.approx(cross_entropy(pair.twin(batch[0]), batch[1]).item(), rel=1e-5)
 
 
 class Returning(nn.Module):
@@ -135,9 +135,9 @@ def test_models_that_return_their_loss(form):
     x, y = rows(0)
     wanted = cross_entropy(model.layer(x), y).item()
     step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.0), compile=False)
-    for found in (step(x, y), step(x, y=y), step(y=y, x=x)):
-        assert found.item() == pytest.approx(wanted, rel=1e-6)
-        assert found.shape == () and not found.requires_grad
+    for value in (step(x, y), step(x, y=y), step(y=y, x=x)):
+        assert value.item() == pytest.approx(wanted, rel=1e-6)
+        assert value.shape == () and not value.requires_grad
 
 
 @pytest.mark.parametrize(

@@ -109,13 +109,13 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_a_step_takes_no_more_than_predicted(name):
     make, settings = FORMS[name]
-    found, predicted = measured(both(make, adamw(), **settings), tokens(0))
-    assert 0.8 * predicted <= found <= predicted, f"measured {found}, predicted {predicted}: {found / predicted:.3f}"
+    peak, predicted = measured(both(make, adamw(), **settings), tokens(0))
+    assert 0.8 * predicted <= peak <= predicted, f"measured {peak}, predicted {predicted}: {peak / predicted:.3f}"
 
 
 def test_a_step_in_parts_takes_no_more_than_predicted():
-    found, predicted = measured(both(small_llama, adamw(), accumulate=2), tokens(0))
-    assert found <= 1.05 * predicted, f"measured {found}, predicted {predicted}: {found / predicted:.3f}"
+    peak, predicted = measured(both(small_llama, adamw(), accumulate=2), tokens(0))
+    assert peak <= 1.05 * predicted, f"measured {peak}, predicted {predicted}: {peak / predicted:.3f}"
 
 
 SCAN = """
@@ -151,10 +151,8 @@ def test_parameters_and_state_are_updated_in_place_in_parts():
 @pytest.mark.parametrize("name", FORMS)
 def test_the_predicted_peak_is_the_measured_one(name):
     make, settings = FORMS[name]
-    found, predicted = measured(both(make, adamw(), **settings), tokens(0))
-    assert found == pytest.approx(predicted, rel=0.05), (
-        f"measured {found}, predicted {predicted}: {found / predicted:.3f}"
-    )
+    peak, predicted = measured(both(make, adamw(), **settings), tokens(0))
+    assert peak == pytest.approx(predicted, rel=0.05), f"measured {peak}, predicted {predicted}: {peak / predicted:.3f}"
 
 
 @contextlib.contextmanager
@@ -223,10 +221,8 @@ def test_a_step_under_a_budget_is_the_same_step(share, parts):
     low, most = least(small_llama, batch, accumulate=parts), planned(small_llama, batch, None, accumulate=parts).peak
     budget = int(low + share * (most - low))
     pair = agree(beside(small_llama, adamw(lr=1e-3), tokens, steps=3, memory=budget, accumulate=parts))
-    found, _ = measured(pair, batch)
-    assert found + pair.step.plan.held <= budget * 1.02, (
-        f"measured {found + pair.step.plan.held}, the budget is {budget}"
-    )
+    peak, _ = measured(pair, batch)
+    assert peak + pair.step.plan.held <= budget * 1.02, f"measured {peak + pair.step.plan.held}, the budget is {budget}"
 
 
 def test_dropout_is_the_same_when_it_is_computed_again():
@@ -252,18 +248,18 @@ def test_a_size_is_a_number_or_a_text():
 
 def test_a_plan_says_what_is_computed_again():
     """All that can be, nothing, or as the budget asks: less memory for more work, and the same losses."""
-    batch, found, losses = tokens(0), {}, []
+    batch, plans, losses = tokens(0), {}, []
     for how in ("full", "auto", "none"):
         pair = both(small_llama, sgd(), mesh=mycel.Mesh(dp=1), plan={"batch": ["dp"], "recompute": how})
         losses.append([pair.step(**tokens(i)).item() for i in range(3)])
-        found[how] = pair.step.plan
-    again = {how: sum(d.seconds for d in p.residuals.pairs) for how, p in found.items()}
+        plans[how] = pair.step.plan
+    again = {how: sum(d.seconds for d in p.residuals.pairs) for how, p in plans.items()}
     assert losses[0] == losses[1] == losses[2]
     assert (
-        found["full"].peak < found["auto"].peak <= found["none"].peak
+        plans["full"].peak < plans["auto"].peak <= plans["none"].peak
         and again["full"] > again["auto"] >= again["none"] == 0
     )
-    for how, budget in (("none", found["none"].peak - 1), ("full", found["full"].peak - 1)):
+    for how, budget in (("none", plans["none"].peak - 1), ("full", plans["full"].peak - 1)):
         with pytest.raises(PlanError, match=rf"recompute: {how} needs .* too much\n  try       recompute: auto"):
             both(
                 small_llama, sgd(), mesh=mycel.Mesh(dp=1), plan={"batch": ["dp"], "recompute": how}, memory=budget

@@ -414,8 +414,8 @@ def test_two_steps_over_two_optimisers():
     for ours in (True, False):
         maker, judge = copy.deepcopy(makers)
 
-        def fool(made, judge=judge):
-            return F.softplus(-judge(made)).mean()
+        def fool(generated, judge=judge):
+            return F.softplus(-judge(generated)).mean()
 
         def tell(out, noise, maker=maker, judge=judge):
             return F.softplus(-out).mean() + F.softplus(judge(maker(noise).detach())).mean()

@@ -67,11 +67,11 @@ def close(was, now, tol=1e-5):
 def test_head(monkeypatch):
     monkeypatch.setattr(sys.modules["mycel.transform.head"], "LEAST", 1)
     program = loss_program()
-    joined = check(transform.head(program))
-    golden("head", str(joined))
+    fused = check(transform.head(program))
+    golden("head", str(fused))
     args = arguments(program)
-    close(interpret(program, args), interpret(joined, args))
-    close(interpret(graded(program), args), interpret(graded(joined), args))
+    close(interpret(program, args), interpret(fused, args))
+    close(interpret(graded(program), args), interpret(graded(fused), args))
     apart = check(transform.head(program, mean=False))
     assert 'reduction="sum"' in str(apart)
     close(interpret(graded(program), args), interpret(graded(apart), args))
@@ -170,13 +170,13 @@ CHOICE = """
   w{i}: i64[] = where(ok, m{i}, n{i})"""
 
 
-@pytest.mark.parametrize(("joined", "sizes"), [(False, [48, 48, 48, 50]), (True, [48, 48, 98])])
-def test_long_stretches_are_outlined_in_parts(joined, sizes):
+@pytest.mark.parametrize(("chained", "sizes"), [(False, [48, 48, 48, 50]), (True, [48, 48, 98])])
+def test_long_stretches_are_outlined_in_parts(chained, sizes):
     """Choices that share a condition alone are apart; tensors that are made of each other stay together."""
     numbers = range(48)
     inputs = ", ".join(f"a{i}: f32[2], n{i}: i64[]" for i in numbers)
     body = "".join(CHOICE.format(i=i, n=2) for i in numbers)
-    if joined:
+    if chained:
         for i in numbers[1:]:
             body = body.replace(f"mul(a{i}, 2.0)", f"mul(z{i - 1}, 2.0)").replace(f"add(n{i}, 1)", f"add(w{i - 1}, 1)")
     results = ", ".join(f"z{i}, w{i}" for i in numbers)
@@ -196,11 +196,11 @@ PRICES = [0.0, 1e-12, 1e-10, 1e-8, 1.0]
 def test_residency_keeps_results(price, compiled):
     """Whatever is kept, the gradients are the same to the bit: computing again is computing the same."""
     program = graded(loss_program())
-    found = residuals(program, "main", Costs(program, CPU, compiled), [price])
-    changed = check(reside(program, found))
+    decided = residuals(program, "main", Costs(program, CPU, compiled), [price])
+    changed = check(reside(program, decided))
     args = arguments(program)
     close(interpret(program, args), interpret(changed, args), 0)
-    assert len(found.pairs) == 2
+    assert len(decided.pairs) == 2
 
 
 def test_residency():

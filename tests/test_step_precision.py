@@ -46,7 +46,7 @@ def noise_of(name, precision, **settings):
     """How far from fp32: ours and autocast's, on the mean over a few seeds and thirty steps; and the steps that each
     skipped."""
     make, batches = MODELS[name]
-    found, noise = [], []
+    ours, noise = [], []
     for seed in range(SEEDS):
         torch.manual_seed(seed)
         models = [make()]
@@ -70,22 +70,22 @@ def noise_of(name, precision, **settings):
         assert all(v.dtype == torch.float32 for s in step.optimizer.state.values() for v in s.values()), (
             "weights and their moments stay in fp32"
         )
-        found.append((curve - exact).abs().mean())
-    return torch.stack(found).mean().item(), torch.stack(noise).mean().item()
+        ours.append((curve - exact).abs().mean())
+    return torch.stack(ours).mean().item(), torch.stack(noise).mean().item()
 
 
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("name", MODELS)
 def test_sixteen_bits_are_near_to_fp32_as_autocast_is(name, precision):
     """Within one and a half times its noise (fp16, whose noise is tiny: twice), over a few seeds."""
-    found, noise = noise_of(name, precision)
-    assert found <= NEAR[precision] * noise
+    ours, noise = noise_of(name, precision)
+    assert ours <= NEAR[precision] * noise
 
 
 @pytest.mark.parametrize("precision", DTYPES)
 def test_sixteen_bits_in_parts(precision):
-    found, noise = noise_of("llama", precision, accumulate=2)
-    assert found <= NEAR[precision] * noise
+    ours, noise = noise_of("llama", precision, accumulate=2)
+    assert ours <= NEAR[precision] * noise
 
 
 def test_the_loss_scale_grows_and_shrinks_as_gradscaler_does(monkeypatch):

@@ -31,7 +31,7 @@ def test_plain_torch_goes_on_where_a_step_stopped_and_back(optimizer):
         if i % 6 < 3:
             pair.further(rows(i))
         else:
-            pair.found.append(plain_step(pair.model, pair.optimizer, rows(i), cross_entropy))
+            pair.losses.append(plain_step(pair.model, pair.optimizer, rows(i), cross_entropy))
             pair.wanted.append(plain_step(pair.twin, pair.plain, rows(i), cross_entropy))
     agree(pair, params=1e-6)
 
@@ -45,8 +45,8 @@ def test_a_saved_state_continues_in_a_fresh_torch_optimiser(optimizer):
     other.load_state_dict(copy.deepcopy(pair.optimizer.state_dict()))
     for i in range(4, 8):
         pair.further(rows(i))
-        found = plain_step(fresh, other, rows(i), cross_entropy)
-        assert found == pytest.approx(pair.found[-1], rel=1e-5)
+        loss = plain_step(fresh, other, rows(i), cross_entropy)
+        assert loss == pytest.approx(pair.losses[-1], rel=1e-5)
     agree(pair, params=1e-6)
 
 

@@ -100,13 +100,13 @@ def test_a_text_cannot_smuggle_python_in_or_act_before_it_is_run(tmp_path):
     smuggled = "def main(x: f32[4]):\n  y: f32[4] = relu(x)  # a.py:1\r    raise SystemExit\n  return y\n"
     with pytest.raises(mycel.TextError):
         Program.parse(smuggled)
-    made = tmp_path / "made"
+    created = tmp_path / "made"
     acting = (
-        f'def main():\n  y: f32[4] = opaque(args=("{made}", True, 4), target="aten.from_file.default")\n  return y\n'
+        f'def main():\n  y: f32[4] = opaque(args=("{created}", True, 4), target="aten.from_file.default")\n  return y\n'
     )
     with pytest.raises(mycel.IRError, match="no function of tensors"):
         Program.parse(acting)
-    assert not made.exists()
+    assert not created.exists()
 
 
 def test_constants_and_results_of_every_kind():

@@ -22,7 +22,7 @@ disk = training.disk  # a fixture
 RECORDS = [{"prompt": f"{i}?", "response": "yes " * (i % 5)} for i in range(9)]
 
 
-def joined(records) -> tuple[list[int], list[int]]:
+def tokens_and_labels(records) -> tuple[list[int], list[int]]:
     """Tokens and labels of all of them, written down plainly."""
     ids, labels = [], []
     for r in records:
@@ -37,17 +37,17 @@ def test_windows_are_the_joined_documents_epoch_after_epoch(tmp_path, together, 
     monkeypatch.setattr(streams, "TOGETHER", together)
     for name, part in (("a.jsonl", RECORDS[:4]), ("b.jsonl", RECORDS[4:])):
         (tmp_path / name).write_text("\n".join(map(json.dumps, part)))
-    ids, labels = (np.array(x * 3) for x in joined(RECORDS))
-    made = streams.Stream(find(tmp_path, "auto"), FIELDS, Bytes(), 8)
+    ids, labels = (np.array(x * 3) for x in tokens_and_labels(RECORDS))
+    stream = streams.Stream(find(tmp_path, "auto"), FIELDS, Bytes(), 8)
     count = 2 * len(ids) // 3 // 8
     wanted = [(ids[8 * i : 8 * i + 8], labels[8 * i : 8 * i + 8]) for i in range(count)]
     loud = [w for w in wanted if (w[1][1:] != -100).any()]
     for rows in (range(5), range(5, 9), [7, 8], range(9, 14), range(2)):  # the last: from the start again
-        batch = made.batch(rows)
+        batch = stream.batch(rows)
         for row, i in enumerate(rows):
             assert np.array_equal(batch["input_ids"][row], loud[i][0])
             assert np.array_equal(batch["labels"][row], loud[i][1])
-    assert made.batch(())["input_ids"].shape == (0, 8)
+    assert stream.batch(())["input_ids"].shape == (0, 8)
 
 
 def test_a_run_on_a_stream_goes_on_to_the_bit(disk, tmp_path):
@@ -69,8 +69,8 @@ def test_a_mixed_stream_is_the_same_windows_in_another_order(tmp_path, buffer):
     files = find(tmp_path, "auto")
 
     def read(seed, first=0, **more):
-        made = streams.Stream(files, FIELDS, Bytes(), 8, **more, seed=seed)
-        return [made.batch([i])["input_ids"].tobytes() for i in range(first, 60)]
+        stream = streams.Stream(files, FIELDS, Bytes(), 8, **more, seed=seed)
+        return [stream.batch([i])["input_ids"].tobytes() for i in range(first, 60)]
 
     plain = [*read(0)]
     more = streams.Stream(files, FIELDS, Bytes(), 8).batch(range(60 + buffer))["input_ids"]

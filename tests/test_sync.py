@@ -122,15 +122,15 @@ TENSORS = {Role("parameter", "w"): f32(5, 8), Role("parameter", "v"): f32(7), Ro
 
 def values(program: Program, seed: int) -> dict[Role, list[torch.Tensor]]:
     """Of each input, one tensor a rank: what replicas share is the same on all."""
-    found = {}
+    by_role = {}
     for i, v in enumerate(program.inputs):
         role, gen = program.role(v), torch.Generator().manual_seed(100 * seed + i)
         each = [torch.randn(v.shape, generator=gen) for _ in range(MESH.world)]
         shared = role.kind == "outer" and role.name != "sent"
-        found[role] = each[:1] * MESH.world if shared else each
+        by_role[role] = each[:1] * MESH.world if shared else each
         if role.kind == "counter":
-            found[role] = [torch.tensor(seed)] * MESH.world
-    return found
+            by_role[role] = [torch.tensor(seed)] * MESH.world
+    return by_role
 
 
 def exchanged(program: Program, given: dict[Role, list[torch.Tensor]], passed=()) -> dict[Role, list[torch.Tensor]]:
@@ -216,8 +216,8 @@ def late(plan: dict, steps: int = 4) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     model, given = Small(), Plan.read({"batch": ["dp"], **plan})
     step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.5), plan=given, compile=False)
-    made = step.unsharded(**batch(0))
-    program, (_, lowered) = made.program, planned(step._task(made), given)
+    unsharded = step.unsharded(**batch(0))
+    program, (_, lowered) = unsharded.program, planned(step._task(unsharded), given)
     held, state = dict(model.named_parameters()), {}
     for v, layout in zip(program.inputs, lowered.spread.inputs, strict=True):
         role = program.role(v)
@@ -234,11 +234,11 @@ def late(plan: dict, steps: int = 4) -> dict[str, torch.Tensor]:
         outs = simulate(lowered.program, given.mesh, list(state.values()))
         state |= dict(zip(program.updates, outs[len(outs) - len(program.updates) :], strict=True))
     layouts = {v.name: (v.type, layout) for v, layout in zip(program.inputs, lowered.spread.inputs, strict=True)}
-    found = {}
+    parameters = {}
     for v in program.inputs_of("parameter"):
         type, layout = layouts[v.name]
-        found[program.role(v).name] = put_together(state[v.name], layout, type, given.mesh)
-    return found
+        parameters[program.role(v).name] = put_together(state[v.name], layout, type, given.mesh)
+    return parameters
 
 
 @pytest.mark.parametrize("plan", [

@@ -70,15 +70,15 @@ def test_a_task_is_learnt(files, disk, name, capsys):
     """From the loss of who knows nothing, log 2, to less, on examples that were kept back."""
     chosen = of_task(files, disk, *CASES[name]).model_copy(update={"export": name == "classify images"})
     assert train(chosen) == 0
-    told = capsys.readouterr().out
-    assert f" nats per {'example' if 'classify' in name else 'pair'}" in told and "nats per token" not in told
-    assert ("images/s" if "images" in name else "tok/s") in told
+    output = capsys.readouterr().out
+    assert f" nats per {'example' if 'classify' in name else 'pair'}" in output and "nats per token" not in output
+    assert ("images/s" if "images" in name else "tok/s") in output
     losses = [r["validation"] for r in metrics.read(chosen.run) if r.get("validation") is not None]
     assert losses[-1] < 0.95 * math.log(2), losses
     if name != "dpo":
-        told = CliRunner().invoke(app, ["evaluate", str(chosen.run), "--data", str(files / CASES[name][1]), "--json"])
-        assert told.exit_code == 0, told.output
-        score = json.loads(told.stdout)
+        result = CliRunner().invoke(app, ["evaluate", str(chosen.run), "--data", str(files / CASES[name][1]), "--json"])
+        assert result.exit_code == 0, result.output
+        score = json.loads(result.stdout)
         assert score["accuracy"] > 0.6 and score["examples"] == (30 if "texts" in name else 24)
     if name == "classify images":
         model = hf.AutoModelForImageClassification.from_pretrained(chosen.run / "model")
@@ -87,8 +87,8 @@ def test_a_task_is_learnt(files, disk, name, capsys):
 
 def test_the_loss_of_dpo_is_the_papers(files, disk):
     """-log sigmoid(beta ((log p(w) - log p0(w)) - (log p(l) - log p0(l)))), with each likelihood by a plain loop."""
-    made = assemble.assemble(of_task(files, disk, *CASES["dpo"], beta=0.5), Waiting(Progress(Console(quiet=True), 1)))
-    module, pairs = made.module.eval(), made.data.train
+    parts = assemble.assemble(of_task(files, disk, *CASES["dpo"], beta=0.5), Waiting(Progress(Console(quiet=True), 1)))
+    module, pairs = parts.module.eval(), parts.data.train
     batch = {name: torch.from_numpy(x) for name, x in pairs.batch(range(3)).items()}
 
     def likelihood(ids, labels):
@@ -131,8 +131,8 @@ def test_pairs_may_be_chats(tmp_path):
     rows = []
     for i, record in enumerate(({"prompt": asked, **answers}, {k: [*asked, *v] for k, v in answers.items()})):
         (tmp_path / f"{i}.jsonl").write_text(json.dumps(record))
-        made = labelled.examples("dpo", tmp_path / f"{i}.jsonl", "auto", FIELDS, Turns(), 16, 0, None)
-        rows.append(made.batch([0]))
+        examples = labelled.examples("dpo", tmp_path / f"{i}.jsonl", "auto", FIELDS, Turns(), 16, 0, None)
+        rows.append(examples.batch([0]))
     for batch in rows:
         assert bytes(batch["input_ids"][0, 0].tolist()) == b"<u>why;<a>so;\0\0\0"
         assert batch["labels"][0, 1].tolist() == [-100] * 7 + [*b"<a>no;"] + [-100] * 3
@@ -150,12 +150,12 @@ REFUSED = {
 
 
 def test_what_does_not_fit_a_task_is_refused(files, disk):
-    told = []
+    messages = []
     for name, case in REFUSED.items():
         with pytest.raises(TrainError) as error:
             assemble.assemble(of_task(files, disk, *case), Waiting(Progress(Console(quiet=True), 1)))
-        told.append(f"{name}\n{str(error.value).replace(str(files), 'FOLDER')}")
-    golden("refused_tasks", "\n\n".join(told))
+        messages.append(f"{name}\n{str(error.value).replace(str(files), 'FOLDER')}")
+    golden("refused_tasks", "\n\n".join(messages))
 
 
 def test_a_loss_that_is_given_the_model():

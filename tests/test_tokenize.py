@@ -91,8 +91,8 @@ def test_limits_saved_in_the_folder_do_not_hold(folders, plain):
 
 
 def test_the_fingerprint_follows_the_files(folders):
-    made = [folders("f1"), folders("f2"), folders("f3", template=CHATML), folders("f4", bos=True)]
-    prints = [load_tokenizer(f).fingerprint for f in made]
+    paths = [folders("f1"), folders("f2"), folders("f3", template=CHATML), folders("f4", bos=True)]
+    prints = [load_tokenizer(f).fingerprint for f in paths]
     assert prints[0] == prints[1] and len(set(prints)) == 3
 
 

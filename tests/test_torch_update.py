@@ -147,7 +147,7 @@ def test_in_16_bits_it_is_the_update_of_the_program(precision):
         for kind in (torch.optim.SGD, Slowed)
     )
     assert plain.step.updating.by_rule and not own.step.updating.by_rule
-    assert own.found == pytest.approx(plain.found, rel=1e-5)
+    assert own.losses == pytest.approx(plain.losses, rel=1e-5)
     for p, q in zip(own.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-6)
 
@@ -172,12 +172,12 @@ def test_a_skipped_step_does_not_reach_the_optimiser():
 
 def test_it_is_said_once():
     pair = both(lambda: small(""), lambda m: Whitened(trained(m)))
-    with pytest.warns(UserWarning) as told:
+    with pytest.warns(UserWarning) as caught:
         for i in range(2):
             pair.step(**rows(i))
         pair.step(**{k: x[:4] for k, x in rows(2).items()})
-    assert len(told) == 1 and told[0].filename == __file__
-    golden("told_as_it_is", str(told[0].message))
+    assert len(caught) == 1 and caught[0].filename == __file__
+    golden("told_as_it_is", str(caught[0].message))
 
 
 def test_messages():

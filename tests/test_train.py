@@ -182,7 +182,7 @@ def test_what_will_run_and_what_came_of_it(disk, tmp_path, mycel):
         log={"curve": True, "tensorboard": True},
     )
     (tmp_path / "my.yaml").write_text(dump(given))
-    code, told = mycel("train", "my.yaml", "--dry-run", "train.accumulate=3", cwd=tmp_path)
+    code, output = mycel("train", "my.yaml", "--dry-run", "train.accumulate=3", cwd=tmp_path)
     assert code == 0 and not (tmp_path / "run").exists()
     wanted = [
         "192 tokens = 4 (batch) x 3 (accumulate) x 1 (device)",
@@ -192,11 +192,13 @@ def test_what_will_run_and_what_came_of_it(disk, tmp_path, mycel):
         "6,096, all of them trained",
         "adamw, lr 0.01 cosine (warm-up 2)",
     ]
-    assert all(line in told for line in [*wanted, f"results     {tmp_path / 'run'}"]), told
-    code, told = mycel("train", "my.yaml", cwd=tmp_path)
-    assert code == 0 and "step 12/12  100%  loss " in told and "sample\n\ndef" in told and "● validation" in told, told
-    assert "\ndone\n" in told and "12 steps in " in told and "\x1b" not in told
-    assert re.search(r"a step +[\d.,]+ ms measured, [\d.,]+ ms predicted \(", told), told
+    assert all(line in output for line in [*wanted, f"results     {tmp_path / 'run'}"]), output
+    code, output = mycel("train", "my.yaml", cwd=tmp_path)
+    assert (
+        code == 0 and "step 12/12  100%  loss " in output and "sample\n\ndef" in output and "● validation" in output
+    ), output
+    assert "\ndone\n" in output and "12 steps in " in output and "\x1b" not in output
+    assert re.search(r"a step +[\d.,]+ ms measured, [\d.,]+ ms predicted \(", output), output
     there = "checkpoints config.yaml curve.png metrics.jsonl model predicted.json tensorboard"
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [".lock", *there.split()]
     assert (tmp_path / "run" / "curve.png").read_bytes()[1:4] == b"PNG"
@@ -238,16 +240,19 @@ def test_a_written_configuration_means_the_same_from_anywhere(tmp_path, monkeypa
     given = Config.from_dict(
         {"data": {"train": ["*.txt", "stdlib", "/abs/*"], "validation": "v.txt", "cache": "c"}, "run": "r"}
     )
-    made = anchored(given)
-    assert made.data.train == (f"{tmp_path}/a[[]1]/*.txt", "stdlib", "/abs/*") and made.data.tokenizer == "bytes"
+    configuration = anchored(given)
     assert (
-        made.data.validation == f"{tmp_path}/a[1]/v.txt"
-        and made.data.cache == tmp_path / "a[1]" / "c"
-        and made.run is None
+        configuration.data.train == (f"{tmp_path}/a[[]1]/*.txt", "stdlib", "/abs/*")
+        and configuration.data.tokenizer == "bytes"
     )
-    assert anchored(made) == made == load_config(_written(tmp_path, made))
+    assert (
+        configuration.data.validation == f"{tmp_path}/a[1]/v.txt"
+        and configuration.data.cache == tmp_path / "a[1]" / "c"
+        and configuration.run is None
+    )
+    assert anchored(configuration) == configuration == load_config(_written(tmp_path, configuration))
 
 
-def _written(folder: Path, made: Config) -> Path:
-    (folder / "written.yaml").write_text(dump(made))
+def _written(folder: Path, configuration: Config) -> Path:
+    (folder / "written.yaml").write_text(dump(configuration))
     return folder / "written.yaml"

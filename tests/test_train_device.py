@@ -175,15 +175,17 @@ def test_a_gpu():
     assert torch.cuda.get_device_name(gpu) in device.describe(gpu)
 
 
-@pytest.mark.parametrize("plan, told", [("tpp", "there is no plan 'tpp'"), ("dp+no", "'no'"), ("no.yaml", "no.yaml")])
-def test_a_plan_that_is_not_there_is_told_of_on_one_device(plan, told):
-    with pytest.raises(PlanError, match=told):
+@pytest.mark.parametrize(
+    "plan, message", [("tpp", "there is no plan 'tpp'"), ("dp+no", "'no'"), ("no.yaml", "no.yaml")]
+)
+def test_a_plan_that_is_not_there_is_told_of_on_one_device(plan, message):
+    with pytest.raises(PlanError, match=message):
         team(load(None, [f"parallel.plan={plan}"]))
     assert team(load(None, ["parallel.plan=tp"])).plan is None
 
 
 @pytest.mark.parametrize(
-    "content, told",
+    "content, message",
     [
         (b"mesh: {dp: 2", "the plan is not YAML: .*\\n  at        .*plan.yaml:\\d+:\\d+\\n  try "),
         (b"\x9d\xff", "the plan is not text\\n  at        .*plan.yaml\\n  try       a YAML file saved as UTF-8"),
@@ -191,9 +193,9 @@ def test_a_plan_that_is_not_there_is_told_of_on_one_device(plan, told):
     ],
     ids=["broken", "binary", "list"],
 )
-def test_a_plan_that_cannot_be_read_is_told_of_on_one_device(content, told, tmp_path):
+def test_a_plan_that_cannot_be_read_is_told_of_on_one_device(content, message, tmp_path):
     (tmp_path / "plan.yaml").write_bytes(content)
-    with pytest.raises(PlanError, match=told):
+    with pytest.raises(PlanError, match=message):
         team(load(None, [f"parallel.plan={tmp_path / 'plan.yaml'}"]))
     with pytest.raises(PlanError, match=r"there is no plan .*plans.yaml\n  try       .*/plan.yaml"):
         team(load(None, [f"parallel.plan={tmp_path / 'plans.yaml'}"]))

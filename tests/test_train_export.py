@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from folders import FOLDERS, LLAMA, bits, equal, load_again, make, saved, ties, told
+from folders import FOLDERS, LLAMA, bits, check_message, equal, load_again, make, saved, ties
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -91,7 +91,7 @@ def test_replaces_a_model_folder_whole_and_nothing_else(tmp_path):
     for name in ("mine", "file"):
         with pytest.raises(TrainError) as error:
             export(one.module, tmp_path / name, config=one.config)
-        told(error, tmp_path / name, "another folder")
+        check_message(error, tmp_path / name, "another folder")
     assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
 
 
@@ -113,7 +113,7 @@ def test_a_failed_write_leaves_the_old_folder(limit, tmp_path):
             export(two.module, tmp_path / "out", config=two.config)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
-    told(error, "cannot be written", "unchanged", tmp_path / "out")
+    check_message(error, "cannot be written", "unchanged", tmp_path / "out")
     assert intact(tmp_path / "out", one.module)
 
 
@@ -127,7 +127,7 @@ def test_disk_full(tmp_path):
         export(one.module, tmp_path / "out", config=one.config)
         with pytest.raises(TrainError) as error:
             export(two.module, tmp_path / "out", config=two.config)
-        told(error, "disk full: it needs", " KiB are free", "unchanged", tmp_path / "out")
+        check_message(error, "disk full: it needs", " KiB are free", "unchanged", tmp_path / "out")
         assert intact(tmp_path / "out", one.module)
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
@@ -269,14 +269,14 @@ def test_text_longer_than_the_model_and_its_end():
 def test_bad_requests(prompt, tokens, temperature):
     with pytest.raises(TrainError) as error:
         generate(build(None, LLAMA).module, prompt, tokens, temperature, 0, None)
-    told(error, "sample")
+    check_message(error, "sample")
 
 
 @pytest.mark.parametrize("name", ["bert", "vit", "t5"])
 def test_models_that_continue_no_text(name):
     with pytest.raises(TrainError) as error:
         generate(make(name), [1], 3, 1.0, 0, None)
-    told(error, "not a causal language model")
+    check_message(error, "not a causal language model")
 
 
 def test_a_model_that_diverged():
@@ -284,5 +284,5 @@ def test_a_model_that_diverged():
     module.model.norm.weight.data.fill_(float("nan"))
     with pytest.raises(TrainError) as error:
         generate(module, [1], 3, 1.0, 0, None)
-    told(error, "not finite")
+    check_message(error, "not finite")
     assert module.training

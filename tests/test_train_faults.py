@@ -69,22 +69,24 @@ def test_disk_full_while_saving(disk, tmp_path, small_disk, mycel, ends):
         disk, small_disk / "run", checkpoint=saves, export=True, log={"curve": True, "tensorboard": True, "every": 3}
     )
     (tmp_path / "my.yaml").write_text(dump(given))
-    code, told = mycel("train", "../my.yaml", cwd=small_disk, fill=4, **({"free": 10} if ends == "free" else {}))
+    code, output = mycel("train", "../my.yaml", cwd=small_disk, fill=4, **({"free": 10} if ends == "free" else {}))
     assert (
-        "step 6 is not saved: disk full: needs" in told and "step 9 is not saved" in told and "Traceback" not in told
-    ), told
+        "step 6 is not saved: disk full: needs" in output
+        and "step 9 is not saved" in output
+        and "Traceback" not in output
+    ), output
     good = latest(small_disk / "run" / "checkpoints")
     if ends == "free":
         assert (
             code == 0 and good.name == "step-00000012" and (small_disk / "run" / "model" / "config.json").is_file()
-        ), told
+        ), output
         assert [r["step"] for r in measured(small_disk / "run")] == [1, 3, 4, 6, 8, 9, 12], "metrics waited for room"
     else:
-        assert code == 1 and good.name == "step-00000003" and "not all of it could be saved" in told, told
+        assert code == 1 and good.name == "step-00000003" and "not all of it could be saved" in output, output
         assert load(good).step == 3
         (small_disk / "filler").unlink()
-        code, told = mycel("train", "--resume", "run", cwd=small_disk)
-        assert code == 0 and measured(small_disk / "run")[-1]["step"] == 12, told
+        code, output = mycel("train", "--resume", "run", cwd=small_disk)
+        assert code == 0 and measured(small_disk / "run")[-1]["step"] == 12, output
     assert nothing_left(small_disk / "run")
 
 
@@ -105,8 +107,8 @@ def test_a_loss_that_is_not_finite_stops_the_run(disk, tmp_path, capsys):
         match=r"1\d steps in a row were skipped: their gradients are not finite\n  at        step \d to \d+, loss nan",
     ):
         train(given)
-    told = capsys.readouterr().out
-    assert "skipped, weights unchanged" in told and "a lower optimizer.lr (it is 1e+38)" in told
+    output = capsys.readouterr().out
+    assert "skipped, weights unchanged" in output and "a lower optimizer.lr (it is 1e+38)" in output
     records = measured(tmp_path / "run")
     assert records[-1]["skipped"] >= 10 and records[-1]["step"] < 20 and math.isnan(records[-1]["loss"])
     saved = tensors(tmp_path / "run")
@@ -165,8 +167,8 @@ def out_of_range(disk, tmp_path):
 
 def shapes(disk, tmp_path):
     hf.AutoModelForCausalLM.from_config(hf.AutoConfig.for_model(**LLAMA)).save_pretrained(tmp_path / "base")
-    told = json.loads((tmp_path / "base" / "config.json").read_text())
-    (tmp_path / "base" / "config.json").write_text(json.dumps({**told, "intermediate_size": 48}))
+    settings = json.loads((tmp_path / "base" / "config.json").read_text())
+    (tmp_path / "base" / "config.json").write_text(json.dumps({**settings, "intermediate_size": 48}))
     return {
         "model": {"path": str(tmp_path / "base"), "config": None}
     }, "3 weights do not have the shape that config.json gives them"
@@ -250,9 +252,9 @@ def no_gpu(disk, tmp_path):
 )
 def test_bad_input_is_told_before_anything_is_made(disk, tmp_path, case):
     changes, message = case(disk, tmp_path)
-    with pytest.raises(MycelError) as told:
+    with pytest.raises(MycelError) as error:
         train(config(disk, tmp_path / "run", **changes))
-    assert message in str(told.value) and "\n  " in str(told.value)
+    assert message in str(error.value) and "\n  " in str(error.value)
     assert not (tmp_path / "run").exists()
 
 

@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from folders import LLAMA, TARGETS, batch, bits, equal, load_again, logits, make, told
+from folders import LLAMA, TARGETS, batch, bits, check_message, equal, load_again, logits, make
 from safetensors import safe_open
 from torch import nn
 
@@ -141,7 +141,7 @@ def test_bad_lora(arguments, says):
     before = bits(module)
     with pytest.raises(TrainError) as error:
         lora.add(module, *arguments)
-    told(error, says, "model.lora")
+    check_message(error, says, "model.lora")
     assert equal(bits(module), before) and all(p.requires_grad for p in module.parameters())
 
 

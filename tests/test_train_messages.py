@@ -89,8 +89,8 @@ def test_a_run_whose_last_steps_were_skipped_says_so(disk, tmp_path, monkeypatch
     """Seven of them: it has failed; two are what happens in 16 bits."""
     poison(monkeypatch, first, mend=True)
     assert train(config(disk, tmp_path / "run", evaluate={"every": 0}, export=True)) == code
-    told = capsys.readouterr().out
-    end = told[told.rindex("\ndone") :]
+    output = capsys.readouterr().out
+    end = output[output.rindex("\ndone") :]
     title, row = end.strip().splitlines()[0], next(line for line in end.splitlines() if "skipped" in line)
     golden(f"told_skipped_{13 - first}", f"{title}\n{' '.join(end[end.index(row) :].split('model')[0].split())}")
     assert (tmp_path / "run" / "model" / "config.json").is_file()
@@ -122,9 +122,9 @@ def test_without_its_best_checkpoint_a_run_exports_the_last(disk, tmp_path, monk
     climbing = {"options": {"maximize": True}}
     checkpoint = {"every": 4, "keep": 3}
     assert train(config(disk, tmp_path / "run", optimizer=climbing, checkpoint=checkpoint, export=True)) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "a bit of it flipped" in told
-    assert "model, of the last step; step-00000004, the best by validation, cannot be read" in told
+    output = " ".join(capsys.readouterr().out.split())
+    assert "a bit of it flipped" in output
+    assert "model, of the last step; step-00000004, the best by validation, cannot be read" in output
 
 
 @pytest.fixture(scope="module")
@@ -158,8 +158,8 @@ def test_more_steps_say_that_the_schedule_is_stretched(finished, tmp_path, capsy
     run = tmp_path / "run"
     shutil.copytree(finished, run)
     assert again(run, "train.steps=14") == 0
-    told = capsys.readouterr().out
-    golden("told_stretched", re.search(r"the cosine schedule.*?\n.*?\n", told, re.S)[0])
+    output = capsys.readouterr().out
+    golden("told_stretched", re.search(r"the cosine schedule.*?\n.*?\n", output, re.S)[0])
     assert again(run, "train.steps=15", "schedule.kind=constant") == 0
     assert "stretched" not in capsys.readouterr().out
 
@@ -195,16 +195,16 @@ def test_a_plan_that_leaves_most_of_a_model_whole_says_so():
     from mycel.train.summary import _left_whole
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    told = []
+    notes = []
     for kind in (hf.MambaConfig, hf.LlamaConfig):
         with torch.device("meta"):
             model = hf.AutoModelForCausalLM.from_config(kind(**sizes, vocab_size=32))
         plan = Plan.read("tp", Mesh(tp=2))
         held = ShardedModel(model, torch.optim.SGD(model.parameters()), plan)
         team = SimpleNamespace(plan=plan, name="tp")
-        told.append(_left_whole(SimpleNamespace(team=team, step=SimpleNamespace(parts=held))))
-    assert told[1] == []
-    golden("told_left_whole", told[0][0])
+        notes.append(_left_whole(SimpleNamespace(team=team, step=SimpleNamespace(parts=held))))
+    assert notes[1] == []
+    golden("told_left_whole", notes[0][0])
 
 
 # -- the folder ------------------------------------------------------------------------------------------------------

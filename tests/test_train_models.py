@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers as hf
-from folders import FOLDERS, LLAMA, NAMES, batch, bits, equal, logits, make, saved, ties, told
+from folders import FOLDERS, LLAMA, NAMES, batch, bits, check_message, equal, logits, make, saved, ties
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -139,9 +139,9 @@ def test_shapes_that_do_not_fit_are_listed(name, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
     with pytest.raises(TrainError) as error:
         build(tmp_path, None)
-    told(error, "shape", "64", "96", tmp_path)
+    check_message(error, "shape", "64", "96", tmp_path)
     if name == "llama":
-        told(
+        check_message(
             error,
             "9 weights",
             "model.layers.0.mlp.down_proj.weight: [32, 64] in the files, [32, 96] by the configuration",
@@ -156,7 +156,7 @@ def test_missing_weights_are_named(tmp_path):
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(TrainError) as error:
         build(tmp_path, None)
-    told(error, "1 weights of LlamaForCausalLM", "model.norm.weight", tmp_path)
+    check_message(error, "1 weights of LlamaForCausalLM", "model.norm.weight", tmp_path)
 
 
 @given(st.data())
@@ -168,7 +168,7 @@ def test_truncated_weights_are_refused(files, data):
         os.truncate(file, data.draw(st.integers(0, file.stat().st_size - 1)))
         with pytest.raises(TrainError) as error:
             build(folder, None)
-        told(error, file, "damaged or cut short")
+        check_message(error, file, "damaged or cut short")
 
 
 @given(st.data())
@@ -204,7 +204,7 @@ def test_weights_of_other_forms_are_refused(name, weights, tmp_path):
     (tmp_path / name).write_bytes(b"cos\nsystem\n(S'false'\ntR.")
     with pytest.raises(TrainError) as error:
         build(tmp_path, None, weights=weights)
-    told(error, name, "save_pretrained", tmp_path)
+    check_message(error, name, "save_pretrained", tmp_path)
     assert "fresh" in build(tmp_path, None, weights="scratch").source
 
 
@@ -213,7 +213,7 @@ def test_no_weights(tmp_path):
     assert "fresh" in build(tmp_path, None, weights="auto").source
     with pytest.raises(TrainError) as error:
         build(tmp_path, None, weights="load")
-    told(error, "no weights", tmp_path)
+    check_message(error, "no weights", tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -232,7 +232,7 @@ def test_damaged_index(index, says, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(TrainError) as error:
         build(tmp_path, None)
-    told(error, says, "model.safetensors.index.json")
+    check_message(error, says, "model.safetensors.index.json")
 
 
 def test_missing_shard(tmp_path):
@@ -241,7 +241,7 @@ def test_missing_shard(tmp_path):
     shard.unlink()
     with pytest.raises(TrainError) as error:
         build(tmp_path, None)
-    told(error, shard.name)
+    check_message(error, shard.name)
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_damaged_config(config, says, tmp_path):
         (tmp_path / "config.json").write_text(config)
     with pytest.raises(TrainError) as error:
         build(tmp_path, None)
-    told(error, says, tmp_path)
+    check_message(error, says, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_damaged_config(config, says, tmp_path):
 def test_bad_configuration(config, says):
     with pytest.raises(TrainError) as error:
         build(None, config, device="meta")
-    told(error, says, "model")
+    check_message(error, says, "model")
 
 
 def test_unknown_settings_are_noted_and_old_names_understood():

@@ -33,11 +33,11 @@ def test_all_of_torchs_that_have_a_rule_are_offered():
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "muon"])
 def test_each_is_made_by_its_settings(name):
     module = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
-    made = make_optimizer(
+    optimizer = make_optimizer(
         Optimizer(name=name, lr=0.01, betas=(0.8, 0.9), momentum=0.5, options={"maximize": True}), module
     )
-    assert type(made).__name__.lower() == name and not without_rule(made)
-    matrices, vectors = made.param_groups
+    assert type(optimizer).__name__.lower() == name and not without_rule(optimizer)
+    matrices, vectors = optimizer.param_groups
     assert matrices["lr"] == 0.01 and matrices["maximize"] is True
     assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
     assert matrices.get("betas", (0.8, 0.9)) == (0.8, 0.9)
@@ -47,13 +47,15 @@ def test_each_is_made_by_its_settings(name):
 def test_muon_takes_the_matrices_between_embeddings_and_head():
     with torch.device("meta"):
         module = hf.LlamaForCausalLM(hf.LlamaConfig(**{k: v for k, v in training.LLAMA.items() if k != "model_type"}))
-    made = make_optimizer(Optimizer(name="muon", lr=0.01, options={"momentum": 0.8}), module)
+    optimizer = make_optimizer(Optimizer(name="muon", lr=0.01, options={"momentum": 0.8}), module)
     names = {id(p): name for name, p in module.named_parameters()}
-    muon, *others = [[names[id(p)] for p in group["params"]] for group in made.param_groups]
+    muon, *others = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
     assert len(muon) == 7 and all(name.endswith("_proj.weight") for name in muon)
     assert sorted(name for group in others for name in group) == sorted({*names.values()} - {*muon})
-    assert made.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw" and made.param_groups[0]["momentum"] == 0.8
-    assert not without_rule(made)
+    assert (
+        optimizer.param_groups[0]["adjust_lr_fn"] == "match_rms_adamw" and optimizer.param_groups[0]["momentum"] == 0.8
+    )
+    assert not without_rule(optimizer)
 
 
 def test_muon_trains(disk, tmp_path):

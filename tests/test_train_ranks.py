@@ -67,17 +67,17 @@ class Worlds:
         self.server.stdin.write(json.dumps({"world": world, "out": str(self.out), "runs": runs}) + "\n")
         self.server.stdin.flush()
         ended = json.loads(self.server.stdout.readline())["ended"]
-        told = [(self.out / f"{rank}.txt").read_text() for rank in range(world)]
-        assert ended == [0] * world, "\n".join(f"--- rank {rank}\n{text}" for rank, text in enumerate(told))
-        return told
+        outputs = [(self.out / f"{rank}.txt").read_text() for rank in range(world)]
+        assert ended == [0] * world, "\n".join(f"--- rank {rank}\n{text}" for rank, text in enumerate(outputs))
+        return outputs
 
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory):
-    made = Worlds(tmp_path_factory.mktemp("ranks"))
-    yield made
-    made.server.stdin.close()
-    made.server.wait(60)
+    runner = Worlds(tmp_path_factory.mktemp("ranks"))
+    yield runner
+    runner.server.stdin.close()
+    runner.server.wait(60)
 
 
 def tiny(disk: Path, run: Path, mesh: dict | None = None, plan: object = None, **sections: dict) -> dict:
@@ -113,7 +113,7 @@ def test_losses_are_those_of_one_process_under_every_plan(disk, tmp_path, worlds
     runs = [
         {"settings": tiny(disk, tmp_path / plan, mesh, plan, export=plan == "zero3+tp")} for plan, mesh in PLANS.items()
     ]
-    told = worlds(4, *runs)
+    outputs = worlds(4, *runs)
     for plan in PLANS:
         assert losses(tmp_path / plan) == pytest.approx(losses(alone), rel=1e-5), plan
         assert load(latest(tmp_path / plan / "checkpoints")).plan is not None
@@ -122,15 +122,18 @@ def test_losses_are_those_of_one_process_under_every_plan(disk, tmp_path, worlds
         )
         assert nothing_left(tmp_path / plan)
     assert (
-        "4 ranks, Mesh(dp=2, tp=2); plan zero3+tp" in told[0] and "2 (batch) x 1 (accumulate) x 2 (devices)" in told[0]
+        "4 ranks, Mesh(dp=2, tp=2); plan zero3+tp" in outputs[0]
+        and "2 (batch) x 1 (accumulate) x 2 (devices)" in outputs[0]
     )
-    assert all(text == "run ended with 0\n" * len(PLANS) for text in told[1:])
-    made, serial = (load_file(run / "model" / "model.safetensors") for run in (tmp_path / "zero3+tp", alone))
-    assert made.keys() == serial.keys() and all(torch.allclose(made[k], serial[k], rtol=1e-5, atol=1e-5) for k in made)
+    assert all(text == "run ended with 0\n" * len(PLANS) for text in outputs[1:])
+    exported, serial = (load_file(run / "model" / "model.safetensors") for run in (tmp_path / "zero3+tp", alone))
+    assert exported.keys() == serial.keys() and all(
+        torch.allclose(exported[k], serial[k], rtol=1e-5, atol=1e-5) for k in exported
+    )
     ours, theirs = (json.loads((run / "model" / "config.json").read_text()) for run in (tmp_path / "zero3+tp", alone))
     assert ours == theirs
     module = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "zero3+tp" / "model")
-    assert torch.equal(module.state_dict()["lm_head.weight"], made["model.embed_tokens.weight"])
+    assert torch.equal(module.state_dict()["lm_head.weight"], exported["model.embed_tokens.weight"])
 
 
 def traced(run: Path) -> list[dict[str, Any]]:
@@ -147,13 +150,13 @@ def test_ranks_export_the_best_checkpoint(disk, tmp_path, worlds):
         "zero3": ({"dp": 2}, "zero3"), "tp": ({"tp": 2}, "tp"),
         "stages": (None, {"stages": 2, "schedule": "1f1b", "microbatches": 2}),
     }  # fmt: skip
-    told = worlds(2, *({"settings": tiny(disk, tmp_path / name, *how, **climbing)} for name, how in plans.items()))
+    outputs = worlds(2, *({"settings": tiny(disk, tmp_path / name, *how, **climbing)} for name, how in plans.items()))
     for plan in plans:
         run = tmp_path / plan
         assert best(run / "checkpoints") != latest(run / "checkpoints")
         saved, model = load(best(run / "checkpoints")).tensors, load_file(run / "model" / "model.safetensors")
         assert all(torch.equal(x, saved[f"model.{name}"]) for name, x in model.items())
-    assert " ".join(told[0].split()).count("of step-00000002, the best by validation; that of the last step") == 3
+    assert " ".join(outputs[0].split()).count("of step-00000002, the best by validation; that of the last step") == 3
 
 
 def test_a_pipeline_trains_goes_on_in_other_stages_and_exports_as_one_process_does(disk, tmp_path, worlds, capsys):
@@ -163,7 +166,7 @@ def test_a_pipeline_trains_goes_on_in_other_stages_and_exports_as_one_process_do
     plan = {"stages": 2, "schedule": "zbh1", "microbatches": 2, "mesh": {"dp": 2}, "batch": ["dp"], "zero": "1 over dp"}
     other = {"stages": 4, "schedule": "1f1b", "microbatches": 2}  # which a rank makes and loads its stage of alone
     first = {**more, "train": {"steps": 3}}
-    told = worlds(
+    outputs = worlds(
         4,
         {"settings": tiny(disk, tmp_path / "stages", None, plan, **first)},
         {
@@ -172,11 +175,11 @@ def test_a_pipeline_trains_goes_on_in_other_stages_and_exports_as_one_process_do
             "check": "restored",
         },
     )
-    assert all("restored to the bit" in text for text in told)
+    assert all("restored to the bit" in text for text in outputs)
     capsys.readouterr()
     assert train(config(disk, tmp_path / "alone", **{**QUIET, **more})) == 0
     said = capsys.readouterr().out.split("sample\n\n")[1].split("\n")[0]
-    assert f"sample\n\n{said}\n" in told[0].split("restored to the bit")[-1], "what it writes is evaluated in stages"
+    assert f"sample\n\n{said}\n" in outputs[0].split("restored to the bit")[-1], "what it writes is evaluated in stages"
     assert losses(tmp_path / "stages") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
     last = [[r["validation"] for r in measured(tmp_path / run) if "validation" in r][-1] for run in ("stages", "alone")]
     assert last[0] == pytest.approx(last[1], rel=1e-5)
@@ -209,12 +212,12 @@ def test_sub_models_train_in_places_of_their_own_and_go_on_in_others(disk, tmp_p
     run, more = tmp_path / "places", {"model": {"config": T5}, "schedule": {"kind": "constant", "warmup": 0}}
     all_of_it = more | {"train": {"steps": 3}, "evaluate": {"every": 3}, "export": True}
     place = {"decoder": [0], "*": [1]}
-    told = worlds(2, {"settings": tiny(disk, run, None, {"place": place}, **more, train={"steps": 1})})
-    assert "2 ranks, decoder on rank 0; * on rank 1" in told[0]
+    outputs = worlds(2, {"settings": tiny(disk, run, None, {"place": place}, **more, train={"steps": 1})})
+    assert "2 ranks, decoder on rank 0; * on rank 1" in outputs[0]
     plan = {"place": {"encoder": [0, 2], "*": [1]}, "batch": ["dp"], "zero": "3 over dp"}
     go_on = {"resume": str(run), "check": "restored"}
-    told = worlds(3, {"settings": tiny(disk, run, None, plan, **all_of_it), **go_on})
-    assert all("restored to the bit" in text for text in told)
+    outputs = worlds(3, {"settings": tiny(disk, run, None, plan, **all_of_it), **go_on})
+    assert all("restored to the bit" in text for text in outputs)
     assert train(config(disk, tmp_path / "alone", **{**QUIET, **all_of_it})) == 0
     ours, theirs = measured(run), measured(tmp_path / "alone")
     for key in ("loss", "grad_norm", "validation"):
@@ -245,15 +248,15 @@ def test_a_run_goes_on_under_any_plan_on_any_number_of_ranks(disk, tmp_path, wor
         (2, {"tp": 2}, "tp", [0, 13]),
     ]
     for i, (world, mesh, plan, (rank, step)) in enumerate(turns):
-        told = worlds(
+        outputs = worlds(
             world,
             {
                 "settings": tiny(disk, run, mesh, plan), "resume": str(run) if i else None, "check": "restored",
                 "signal": [rank, step, signal.SIGTERM], "ends": 143,
             },
         )  # fmt: skip
-        assert "interrupted; step-" in told[0] and step <= latest_step(run) <= step + 2
-        assert not i or all("restored to the bit" in text for text in told)
+        assert "interrupted; step-" in outputs[0] and step <= latest_step(run) <= step + 2
+        assert not i or all("restored to the bit" in text for text in outputs)
     assert train(config(disk, run, model=MODEL, train={"steps": STEPS}, export=True, **QUIET), resume=run) == 0
     assert losses(run) == pytest.approx(losses(alone), rel=1e-5)
     ours, theirs = tensors(run), tensors(alone)
@@ -292,9 +295,9 @@ def test_experts_change_ranks_in_a_run_that_goes_on(disk, tmp_path, worlds):
     runs = [tiny(disk, run, {"ep": 2}, "ep", **sections) for run in (straight, stopped)]
     for run in runs:
         run["parallel"]["rebalance"] = 3
-    told = worlds(2, {"settings": runs[0]}, {"settings": runs[1], "signal": [1, 4, signal.SIGTERM], "ends": 143})
+    outputs = worlds(2, {"settings": runs[0]}, {"settings": runs[1], "signal": [1, 4, signal.SIGTERM], "ends": 143})
     worlds(2, {"settings": runs[1], "resume": str(stopped)})
-    assert "layers change ranks; of model.layers.0.mlp.experts: the busiest of 2 ranks gets" in told[0]
+    assert "layers change ranks; of model.layers.0.mlp.experts: the busiest of 2 ranks gets" in outputs[0]
     assert losses(stopped) == losses(straight) and expert_load.read(stopped) == expert_load.read(straight)
     assert (straight / "experts.png").stat().st_size > 10_000
     for metric, record in zip(measured(straight), expert_load.read(straight), strict=True):
@@ -318,9 +321,9 @@ def test_a_rank_reads_only_its_rows_and_moves_only_its_part(disk, tmp_path, worl
         "dp+cp": ({"dp": 2, "cp": 2}, [3, 3, 3, 3], [2, 2, 1, 1], 8),
     }
     for plan, (mesh, rows, validated, positions) in forms.items():
-        told = worlds(4, {"settings": tiny(disk, tmp_path / plan, mesh, plan, **sections), "check": "rows"})
+        outputs = worlds(4, {"settings": tiny(disk, tmp_path / plan, mesh, plan, **sections), "check": "rows"})
         assert curves(tmp_path / plan) == pytest.approx(curves(tmp_path / "alone"), rel=1e-5), plan
-        seen = [json.loads(re.search(r"^\{.*\}$", text, re.MULTILINE)[0]) for text in told]
+        seen = [json.loads(re.search(r"^\{.*\}$", text, re.MULTILINE)[0]) for text in outputs]
         assert [each["train"] for each in seen] == [5 * n for n in rows], "of four steps, and one batch ahead"
         assert [each["bytes"] for each in seen] == [4 * 2 * n * positions * 8 for n in rows]
         assert [each["validation"] for each in seen] == [2 * 2 * n for n in validated], "twice two batches"
@@ -340,11 +343,11 @@ def test_memory_of_a_rank_under_zero3_on_4_ranks(disk, tmp_path, worlds):
         "num_key_value_heads": 4,
     }
     sections = {"model": {"config": {**LLAMA, **big, "tie_word_embeddings": False}}, "train": {"steps": 1}}
-    found = lambda text: json.loads(next(line for line in text.splitlines() if line.startswith("{")))
-    serial = found(worlds(1, {"settings": tiny(disk, tmp_path / "one", **sections), "check": "memory"})[0])
+    report_of = lambda text: json.loads(next(line for line in text.splitlines() if line.startswith("{")))
+    serial = report_of(worlds(1, {"settings": tiny(disk, tmp_path / "one", **sections), "check": "memory"})[0])
     whole = sum(x.nbytes for name, x in tensors(tmp_path / "one").items() if name.startswith("model."))
-    told = worlds(4, {"settings": tiny(disk, tmp_path / "four", {"dp": 4}, "zero3", **sections), "check": "memory"})
-    for rank in map(found, told):
+    outputs = worlds(4, {"settings": tiny(disk, tmp_path / "four", {"dp": 4}, "zero3", **sections), "check": "memory"})
+    for rank in map(report_of, outputs):
         assert rank["held"] <= 0.27 * serial["held"]
         assert rank["plan"][0] <= 0.27 * serial["plan"][0]
         assert rank["making"] < whole / 2, (rank, whole)
@@ -368,14 +371,14 @@ def test_accumulation_validation_and_adapters(disk, tmp_path, worlds):
     }
     for name, sections in some.items():
         assert train(config(disk, tmp_path / f"{name}-1", **{"model": MODEL, **QUIET, **sections})) == 0
-    told = worlds(
+    outputs = worlds(
         2,
         *(
             {"settings": tiny(disk, tmp_path / f"{name}-2", {"dp": 2}, "zero3", **sections)}
             for name, sections in some.items()
         ),
     )
-    assert "sample\n\ndef" in told[0]
+    assert "sample\n\ndef" in outputs[0]
     for name, close in (("whole", 2e-3), ("lora", 1e-5)):  # sums of bf16 products in another order
         ours, theirs = measured(tmp_path / f"{name}-2"), measured(tmp_path / f"{name}-1")
         for key in ("loss", "validation"):
@@ -433,18 +436,18 @@ def test_ranks_that_differ_and_plans_and_meshes_that_do_not_fit_are_refused(disk
         ({"dp": 3}, "the mesh has 3 ranks, but 2 processes run"),
         ({"xy": 2}, "none is ready for axis 'xy' of Mesh(xy=2)"),
     ]
-    told = worlds(2, *({"settings": tiny(disk, tmp_path / "run", mesh), "ends": 1} for mesh, _ in meshes))
-    assert all(what in text for _, what in meshes for text in told), told
+    outputs = worlds(2, *({"settings": tiny(disk, tmp_path / "run", mesh), "ends": 1} for mesh, _ in meshes))
+    assert all(what in text for _, what in meshes for text in outputs), outputs
     plans = {
         "*.q_prj.weight matches no parameter\n  try       *.q_proj.weight": {"*.q_prj.weight": ["dp", "-"]},
         "no axis 'tp'\n  the mesh  Mesh(dp=2)": {"*.q_proj.weight": ["tp", "-"]},
         "axis 'dp' is used twice": {"*.q_proj.weight": ["dp", "dp"]},
     }
-    told = worlds(
+    outputs = worlds(
         2,
         *({"settings": tiny(disk, tmp_path / "run", {"dp": 2}, {"parameters": p}), "ends": 1} for p in plans.values()),
     )
-    assert all(what in text for what in plans for text in told), told
+    assert all(what in text for what in plans for text in outputs), outputs
     assert not (tmp_path / "run").exists()
 
 
@@ -488,15 +491,15 @@ class Launched:
         """Once all ranks have taken a few steps: their processes."""
         end = time.monotonic() + 90
         while not all(len(metrics.read(self.run, rank)) > 2 for rank in (0, 1)):
-            assert time.monotonic() < end and self.process.poll() is None, self.told()
+            assert time.monotonic() < end and self.process.poll() is None, self.output()
             time.sleep(0.1)
-        found = {}
+        processes = {}
         for pid in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split():
             env = dict(
                 each.split("=", 1) for each in Path(f"/proc/{pid}/environ").read_text().split("\0") if "=" in each
             )
-            found[int(env["RANK"])] = int(pid)
-        return found
+            processes[int(env["RANK"])] = int(pid)
+        return processes
 
     def end(self) -> int:
         """The exit code; nothing is left."""
@@ -505,7 +508,7 @@ class Launched:
         assert not any(Path(f"/proc/{pid}").exists() for pid in self.ranks.values())
         return code
 
-    def told(self) -> str:
+    def output(self) -> str:
         return (self.folder / "out.txt").read_text()
 
 
@@ -515,11 +518,11 @@ def test_a_killed_rank_ends_the_others_which_say_who_it_was(disk, tmp_path):
         time.sleep(0.1)
     os.kill(launched.ranks[1], signal.SIGKILL)
     assert launched.end() == 137
-    told, run = launched.told(), launched.run
-    assert told.count("rank 1 was killed by SIGKILL") == 2, told  # rank 0 by itself, and who started it
+    output, run = launched.output(), launched.run
+    assert output.count("rank 1 was killed by SIGKILL") == 2, output  # rank 0 by itself, and who started it
     last = latest(run / "checkpoints")
-    assert told.endswith(f"  safe      {last}\n  try       mycel train --resume {run} --nproc 2\n"), told
-    assert f"a look at its log: {run / 'logs' / '1.log'}" in told and (run / "logs" / "1.log").is_file()
+    assert output.endswith(f"  safe      {last}\n  try       mycel train --resume {run} --nproc 2\n"), output
+    assert f"a look at its log: {run / 'logs' / '1.log'}" in output and (run / "logs" / "1.log").is_file()
     assert not list(tmp_path.glob("mycel-logs-*"))
 
 
@@ -527,15 +530,15 @@ def test_a_stopped_rank_is_named_at_the_timeout_with_collective_and_line(disk, t
     launched = Launched(disk, tmp_path, MYCEL_TIMEOUT="3")
     os.kill(launched.ranks[1], signal.SIGSTOP)
     assert launched.end() == 71
-    told = launched.told()
+    output = launched.output()
     assert re.search(
         (
             rf"no answer in \w+ over dp for 3 s: rank 1 is stopped \(process {launched.ranks[1]}, by SIGSTOP or a "
             r"debugger\)"
         ),
-        told,
-    ), told
-    assert re.search(r"at        (\S+\.py:\d+( backward)?|between steps), rank 0 waits in \w+ over dp", told), told
+        output,
+    ), output
+    assert re.search(r"at        (\S+\.py:\d+( backward)?|between steps), rank 0 waits in \w+ over dp", output), output
 
 
 @pytest.mark.slow
@@ -543,7 +546,7 @@ def test_sigterm_to_the_launcher_saves_and_ends_all_ranks(disk, tmp_path):
     launched = Launched(disk, tmp_path)
     launched.process.send_signal(signal.SIGTERM)
     assert launched.end() == 143
-    assert "interrupted; step-" in launched.told() and nothing_left(launched.run), launched.told()
+    assert "interrupted; step-" in launched.output() and nothing_left(launched.run), launched.output()
     assert latest_step(launched.run) - measured(launched.run)[-1]["step"] in (0, 1), (
         "the last step may not be reported yet"
     )

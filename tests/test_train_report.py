@@ -84,8 +84,10 @@ def test_plain_lines_never_raise_and_are_one_for_each_report(total, updates):
             progress.update(step)  # no news, no line
             progress.update(step, **known)
     lines = out.getvalue().splitlines()
-    told = [known for _, known in updates if any(known[name] is not None for name in fields[:-1]) or known["skipped"]]
-    assert len(lines) == len(told) and all(line.startswith("step") for line in lines)
+    reported = [
+        known for _, known in updates if any(known[name] is not None for name in fields[:-1]) or known["skipped"]
+    ]
+    assert len(lines) == len(reported) and all(line.startswith("step") for line in lines)
     assert "\x1b" not in out.getvalue()
     words = {
         "loss": "loss ",
@@ -95,7 +97,7 @@ def test_plain_lines_never_raise_and_are_one_for_each_report(total, updates):
         "lr": "lr ",
         "skipped": "skipped",
     }
-    for line, known in zip(lines, told, strict=True):
+    for line, known in zip(lines, reported, strict=True):
         for name, word in words.items():
             assert (word in line) == (bool(known[name]) if name == "skipped" else known[name] is not None)
 

@@ -47,16 +47,16 @@ def test_an_interrupted_run_is_the_uninterrupted_one(disk, tmp_path, mycel, sect
     state are the same bits."""
     whole = settings(disk, tmp_path / "straight", export=True, **sections)
     Path(tmp_path / "my.yaml").write_text(dump(Config.from_dict({**whole, "run": None})))
-    code, told = mycel("train", "my.yaml", "--run", "straight", cwd=tmp_path)
-    assert code == 0, told
-    code, told = mycel("train", "my.yaml", "--run", "broken", cwd=tmp_path, kill=[4, signal.SIGTERM])
-    assert code == 143 and "step-00000004 is safe" in told and "mycel train --resume broken" in told, told
+    code, output = mycel("train", "my.yaml", "--run", "straight", cwd=tmp_path)
+    assert code == 0, output
+    code, output = mycel("train", "my.yaml", "--run", "broken", cwd=tmp_path, kill=[4, signal.SIGTERM])
+    assert code == 143 and "step-00000004 is safe" in output and "mycel train --resume broken" in output, output
     assert nothing_left(tmp_path / "broken")
     code, _ = mycel("train", "--resume", "broken", cwd=tmp_path, kill=[11, signal.SIGKILL])
     assert code == -signal.SIGKILL and latest(tmp_path / "broken" / "checkpoints").name > "step-00000004"
     (tmp_path / "elsewhere").mkdir()
-    code, told = mycel("train", "--resume", "../broken", cwd=tmp_path / "elsewhere")
-    assert code == 0 and "from step" in told, told
+    code, output = mycel("train", "--resume", "../broken", cwd=tmp_path / "elsewhere")
+    assert code == 0 and "from step" in output, output
     assert measured(tmp_path / "broken") == measured(tmp_path / "straight")
     assert same(tensors(tmp_path / "broken"), tensors(tmp_path / "straight"))
     assert same(*(load_file(tmp_path / run / "model" / "model.safetensors") for run in ("broken", "straight")))
@@ -68,22 +68,22 @@ def test_an_interrupted_run_is_the_uninterrupted_one(disk, tmp_path, mycel, sect
 def test_a_run_killed_before_its_first_checkpoint_starts_anew(disk, tmp_path, mycel):
     (tmp_path / "my.yaml").write_text(dump(config(disk, tmp_path / "run")))
     assert mycel("train", "my.yaml", cwd=tmp_path, kill=[4, signal.SIGKILL])[0] == -signal.SIGKILL
-    code, told = mycel("train", "--resume", "run", cwd=tmp_path)
-    assert code == 0 and "no checkpoint yet: it starts anew" in told, told
+    code, output = mycel("train", "--resume", "run", cwd=tmp_path)
+    assert code == 0 and "no checkpoint yet: it starts anew" in output, output
     assert train(config(disk, tmp_path / "straight")) == 0
     assert measured(tmp_path / "run") == measured(tmp_path / "straight")
 
 
 def test_ctrl_c_saves_and_a_second_one_stops_at_once(disk, tmp_path, mycel):
     (tmp_path / "my.yaml").write_text(dump(config(disk, tmp_path / "run")))
-    code, told = mycel("train", "my.yaml", cwd=tmp_path, kill=[7, signal.SIGINT])
-    assert code == 130 and "stopping after this step" in told and "step-00000007 is safe" in told, told
+    code, output = mycel("train", "my.yaml", cwd=tmp_path, kill=[7, signal.SIGINT])
+    assert code == 130 and "stopping after this step" in output and "step-00000007 is safe" in output, output
     pid = mycel.start("train", "--resume", "run", cwd=tmp_path, kill=[8, signal.SIGINT], stuck=8)
     while not list((tmp_path / "run" / "checkpoints").glob(".tmp-step-00000008*/shard*")):
         time.sleep(0.01)
     os.kill(pid, signal.SIGINT)
-    code, told = mycel.end()
-    assert code == 130 and "step-00000007 is safe" in told and "Traceback" not in told, told
+    code, output = mycel.end()
+    assert code == 130 and "step-00000007 is safe" in output and "Traceback" not in output, output
     assert latest(tmp_path / "run" / "checkpoints").name == "step-00000007" and nothing_left(tmp_path / "run")
 
 
@@ -130,11 +130,11 @@ def test_ignored_signals_stay_ignored():
 
 
 def test_programs_may_repeat_their_signal_people_mean_it():
-    told: list[int] = []
-    with Signals() as signals, signals.patiently(lambda: told.append(1)):
+    calls: list[int] = []
+    with Signals() as signals, signals.patiently(lambda: calls.append(1)):
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
-        assert told == [1] and signals.asked == signal.SIGTERM
+        assert calls == [1] and signals.asked == signal.SIGTERM
         with pytest.raises(Interrupted):
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -174,9 +174,9 @@ def test_a_finished_run(disk, old, capsys):
     shutil.rmtree(old / "model")
     assert again(old) == 0 and (old / "model" / "config.json").is_file() and same(tensors(old), before)
     assert again(old, "train.steps=14", "train.clip_norm=null", "parallel.mesh={dp: 1}") == 0
-    told = capsys.readouterr().out
-    assert "train.clip_norm was 1.0, is now null" in told and "parallel.mesh was null, is now {dp: 1}" in told
-    assert "train.steps was 12, is now 14" in told and "from step 12" in told and measured(old)[-1]["step"] == 14
+    output = capsys.readouterr().out
+    assert "train.clip_norm was 1.0, is now null" in output and "parallel.mesh was null, is now {dp: 1}" in output
+    assert "train.steps was 12, is now 14" in output and "from step 12" in output and measured(old)[-1]["step"] == 14
     assert again(old) == 0 and "finished: 14" in capsys.readouterr().out, "the new setting is kept"
 
 
@@ -187,8 +187,8 @@ def test_a_damaged_checkpoint_is_passed_over(old, finished, capsys):
     shard.write_bytes(content)
     shutil.rmtree(old / "model")
     assert again(old) == 0
-    told = capsys.readouterr().out
-    assert "step-00000012 is damaged" in told and "using step-00000010" in told
+    output = capsys.readouterr().out
+    assert "step-00000012 is damaged" in output and "using step-00000010" in output
     assert measured(old) == measured(finished) and same(tensors(old), tensors(finished))
 
 

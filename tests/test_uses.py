@@ -144,9 +144,9 @@ def main(x: f32[2], p: bool[], w: f32[2] = parameter w, v: f32[2] = parameter v,
     assert counters == {"w": "uses.w", "v": "uses.v"}
 
     ones, falling, none = torch.ones(2), torch.tensor([-1.0, 1.0]), torch.tensor(0)
-    for taken, turns in ((True, 0), (False, 1)):  # a loop turns until the sum is 0
-        outs = interpret(counted, [ones, torch.tensor(taken), falling, falling, falling, none, none])
-        assert [int(n) for n in outs[-2:]] == [taken + turns, 0]
+    for condition, turns in ((True, 0), (False, 1)):  # a loop turns until the sum is 0
+        outs = interpret(counted, [ones, torch.tensor(condition), falling, falling, falling, none, none])
+        assert [int(n) for n in outs[-2:]] == [condition + turns, 0]
 
 
 @pytest.mark.parametrize(

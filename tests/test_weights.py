@@ -18,8 +18,8 @@ import torch
 import transformers as hf
 from checkpoints import equal, part_of, place
 from folders import bits as bits_of
+from folders import check_message, load_again, make, saved
 from folders import equal as same
-from folders import load_again, make, saved, told
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from meshes import trees
@@ -124,14 +124,14 @@ def test_what_is_gathered_is_what_others_read(tree, max_shard_bytes):
     with place() as folder:
         write(folder, tree, max_shard_bytes)
         files = find(folder)
-        found = {file.name: safetensors.torch.load_file(file) for file in files}
-        assert sorted(p.name for p in folder.iterdir()) == sorted([*found, *([INDEX] if len(files) > 1 else [])])
-        assert equal({name: x for name in tree for file in found.values() for n, x in file.items() if n == name}, tree)
-        for file in found.values():
+        shards = {file.name: safetensors.torch.load_file(file) for file in files}
+        assert sorted(p.name for p in folder.iterdir()) == sorted([*shards, *([INDEX] if len(files) > 1 else [])])
+        assert equal({name: x for name in tree for file in shards.values() for n, x in file.items() if n == name}, tree)
+        for file in shards.values():
             assert len(file) == 1 or sum(x.nbytes for x in file.values()) <= max_shard_bytes
         if len(files) > 1:
             index = json.loads((folder / INDEX).read_text())
-            assert index["weight_map"] == {name: file for file, held in found.items() for name in held}
+            assert index["weight_map"] == {name: file for file, held in shards.items() for name in held}
             assert index["metadata"]["total_size"] == sum(x.nbytes for x in tree.values())
 
 
@@ -182,5 +182,5 @@ def test_a_full_disk_leaves_no_rank_waiting(tmp_path, monkeypatch):
         write_gathered(
             tmp_path, list("abcdef"), lambda name: (asked.append(name), torch.ones(10))[1], max_shard_bytes=40
         )
-    told(error, "the weights cannot be written: disk full: needs", "free some space", tmp_path)
+    check_message(error, "the weights cannot be written: disk full: needs", "free some space", tmp_path)
     assert asked == list("abcdef") and not any(tmp_path.iterdir())

@@ -34,10 +34,10 @@ def gathers(program: Program) -> int:
 def test_serial_is_parallel_and_less_is_gathered(one):
     counts = {}
     for name, zero in (("all", "3 over dp"), ("mixed", MIXED)):
-        found = one.under(plan_of(zero))
-        local = ready_to_run(found)
-        compared(one.unsharded.program, found, Mesh(dp=4), start_values(one), local)
-        counts[name] = gathers(found.local)
+        distributed = one.under(plan_of(zero))
+        local = ready_to_run(distributed)
+        compared(one.unsharded.program, distributed, Mesh(dp=4), start_values(one), local)
+        counts[name] = gathers(distributed.local)
     assert 0 < counts["mixed"] < counts["all"]
 
 
@@ -100,9 +100,9 @@ def test_the_search_holds_whole_what_there_is_room_for():
     tight = of(model, tokens(), LATE, given={"mesh": {"dp": 4}, "zero": 3}).run().best
     assert free is not None and tight is not None and free.peak > tight.peak
     budget = int(0.6 * tight.peak + 0.4 * free.peak)
-    found = of(model, tokens(), LATE, memory=budget, given={"mesh": {"dp": 4}, "microbatches": 1})
-    best = found.run().best
+    plan_search = of(model, tokens(), LATE, memory=budget, given={"mesh": {"dp": 4}, "microbatches": 1})
+    best = plan_search.run().best
     assert best is not None and best.peak <= budget
     assert best.shape.levels, str(best.shape)
-    plain = [c for c in found.candidates.values() if c.fits and not c.shape.levels]
+    plain = [c for c in plan_search.candidates.values() if c.fits and not c.shape.levels]
     assert best.seconds < min(c.seconds for c in plain)

@@ -39,13 +39,13 @@ def after(step: int, act: Callable[[Steps], object]) -> None:
     """Call `act` when that many steps are done."""
     take = Steps._step
 
-    def taken(self: Steps, batch: object) -> object:
+    def step_and_act(self: Steps, batch: object) -> object:
         loss = take(self, batch)
         if self.done == step:
             act(self)
         return loss
 
-    Steps._step = taken
+    Steps._step = step_and_act
 
 
 def fill(steps: Steps) -> None:

@@ -129,10 +129,10 @@ class Mycel:
 
 @pytest.fixture(scope="module")
 def mycel(tmp_path_factory):
-    made = Mycel(tmp_path_factory.mktemp("out") / "out.txt")
-    yield made
-    made.server.stdin.close()
-    made.server.wait(60)
+    command = Mycel(tmp_path_factory.mktemp("out") / "out.txt")
+    yield command
+    command.server.stdin.close()
+    command.server.wait(60)
 
 
 def nothing_left(run: Path) -> bool:

@@ -454,8 +454,8 @@ def _block(draw: st.DrawFn, blocks: dict[str, Block], size: int) -> Block:
         for i in range(size):
             b.source = f"model.py:{i}"
             kind = draw(st.sampled_from(sorted(STEPS)))
-            made = _call(draw, b, values, blocks) if kind == "call" else STEPS[kind](draw, values)
-            values += made if isinstance(made, (list, tuple)) else [made] if made is not None else []
+            result = _call(draw, b, values, blocks) if kind == "call" else STEPS[kind](draw, values)
+            values += result if isinstance(result, (list, tuple)) else [result] if result is not None else []
     outputs = draw(st.lists(st.sampled_from(values), min_size=1, max_size=3))
     return b.block(outputs)
 
