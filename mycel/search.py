@@ -485,6 +485,8 @@ class Search:
                 f"the plan is for {written.mesh.world} devices, the cluster has {self.cluster.world}\n"
                 f"  the mesh  {written.mesh}\n  try       --cluster with as many devices"
             )
+        if not isinstance(written.stages, int):
+            plan.refuse_unknown_stages(written.stages, [name for name, _ in self.model.named_parameters()])
         price = self.priced(written)
         if not price.fits:
             raise PlanError(f"the plan does not fit {shown(self.memory or 0)} a device: {price.why}")

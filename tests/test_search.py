@@ -123,6 +123,8 @@ def test_the_same_again_and_what_it_writes_is_what_it_priced(tmp_path):
     assert "it fits" in plan_search.checked(plan)
     with pytest.raises(PlanError, match="the plan is for 2 devices, the cluster has 4"):
         of(Blocks()).checked(plan)
+    with pytest.raises(PlanError, match="stages: nothing: the model has no parameter of it"):
+        plan_search.checked(Plan.read({"stages": ["table", "nothing"], "microbatches": 2}))
 
 
 def test_memory_is_kept_or_refused():

@@ -244,6 +244,8 @@ def test_refusals(steps):
     flow = StepFlow(local, "part")
     with pytest.raises(PlanError, match="no part of the step reads a parameter of it"):
         starts_of(flow, ["embed", "layer.9"])
+    with pytest.raises(PlanError, match="stages: embedd: the model has no parameter of it\n.*such as embed"):
+        starts_of(flow, ["embedd", "layers.1"])
     with pytest.raises(PlanError, match="one after the other"):
         starts_of(flow, ["embed", "layers.2", "layers.1"])
     with pytest.raises(PlanError, match="which this step does not make on its way forward"):

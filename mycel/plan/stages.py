@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 
 from mycel.errors import PlanError
@@ -358,11 +359,24 @@ def _sink(
                 readers[v].add(lower)
 
 
+def refuse_unknown_stages(names: Sequence[str], parameters: Collection[str]) -> None:
+    """PlanError for a stage that is to begin with a module of which there are no parameters."""
+    for name in names:
+        if not any(_is_in(p, name) for p in parameters):
+            modules = list(dict.fromkeys(p.rpartition(".")[0] for p in parameters))
+            near = get_close_matches(name, modules, 3) or modules[:4]
+            raise PlanError(
+                f"stages: {name}: the model has no parameter of it\n  try       names of modules, such as "
+                f"{', '.join(near)}"
+            )
+
+
 def starts_of(flow: StepFlow, names: Sequence[str]) -> list[int]:
     """The units at which the modules (or parameters) with these names begin; the first of them begins the first
     stage."""
     program, reads = flow.program, dict[int, set[str]]()
     names_of = names_of_inputs(flow)
+    refuse_unknown_stages([name for name in names[:1] if name], sorted(set().union(*names_of.values())))
     for i in flow.units:
         reads[i] = {name for v in flow.behind(flow.block.eqns[i]) for name in names_of.get(v, ())}
     starts: list[int] = []
