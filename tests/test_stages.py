@@ -244,7 +244,7 @@ def test_refusals(steps):
     flow = StepFlow(local, "part")
     with pytest.raises(PlanError, match="no part of the step reads a parameter of it"):
         starts_of(flow, ["embed", "layer.9"])
-    with pytest.raises(PlanError, match="stages: embedd: the model has no parameter of it\n.*such as embed"):
+    with pytest.raises(PlanError, match=r"stages: embedd: the model has no parameter of it\n.*such as embed"):
         starts_of(flow, ["embedd", "layers.1"])
     with pytest.raises(PlanError, match="one after the other"):
         starts_of(flow, ["embed", "layers.2", "layers.1"])
