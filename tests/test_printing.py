@@ -66,18 +66,24 @@ def said(call, model):
     return re.sub(r", grad_fn=<\w+>", "", f"{out.getvalue()}|{err.getvalue()}|{model.last}|{model.log}")
 
 
-@pytest.mark.parametrize("name", SAYS)
-def test_text_is_that_of_each_call(name):
+def beside_torch(say):
+    """A model that says something, and a step of torch's own on it."""
     torch.manual_seed(0)
-    plain = Printing(SAYS[name])
-    stepped, jitted = copy.deepcopy(plain), copy.deepcopy(plain)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    model = Printing(say)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
-    def eager_step(x):
+    def step(x):
         optimizer.zero_grad()
-        plain(x).backward()
+        model(x).backward()
         optimizer.step()
 
+    return model, step
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_text_is_that_of_each_call(name):
+    plain, eager_step = beside_torch(SAYS[name])
+    stepped, jitted = copy.deepcopy(plain), copy.deepcopy(plain)
     fast = mycel.jit(jitted)
     assert said(fast, jitted) == said(copy_of := copy.deepcopy(plain), copy_of)
     step = mycel.train_step(stepped, torch.optim.SGD(stepped.parameters(), lr=0.01))
@@ -161,16 +167,8 @@ WARNS = ("warning", "category", "an exception", "printf warning")
     ("name", "action"), [*((name, "always") for name in LOGS), *((name, "default") for name in WARNS)]
 )
 def test_logs_and_warnings_are_those_of_each_call(name, action):
-    torch.manual_seed(0)
-    plain = Printing(LOGS[name])
+    plain, eager_step = beside_torch(LOGS[name])
     stepped, jitted = copy.deepcopy(plain), copy.deepcopy(plain)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
-
-    def eager_step(x):
-        optimizer.zero_grad()
-        plain(x).backward()
-        optimizer.step()
-
     expected = logged_and_warned(copy.deepcopy(plain), action)
     assert (expected[1] > 0) == (name != "not enabled")
     assert logged_and_warned(mycel.jit(jitted), action) == expected
