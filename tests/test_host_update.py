@@ -50,6 +50,25 @@ def on_the_host() -> Program:
     return lower.offload(Program.parse(STEP), Offloaded("main", streamed=living, chunk=1, updated={"w": "skip"}))
 
 
+def test_copies_are_slower_while_the_host_updates():
+    """Those that begin once the host has what its first update reads, and no others."""
+    first = "  w1: f32[8,8], m1: f32[8,8] = sgd(w, m, g,"
+    second = next(line for line in STEP.splitlines() if line.startswith(first))
+    other = second.replace("w1", "v1").replace("m1", "n1").replace("(w, m,", "(v, b,")
+    text = STEP.replace(second, f"{second}\n{other}").replace("w=w1, m=m1", "w=w1, m=m1, v=v1, b=n1")
+    text = text.replace("lr: f64[]", "v: f32[8,8] = parameter v, b: f32[8,8] = state momentum_buffer of v, lr: f64[]")
+    living = tuple(StreamedInput(name, {"w": ("y",), "m": ()}.get(name, ("v1",))) for name in ("w", "m", "v", "b"))
+    program = lower.offload(Program.parse(text), Offloaded("main", streamed=living, chunk=1, updated={"w": "skip"}))
+    hardware = replace(CPU, host_bytes_s=1e8, busy_host_bytes_s=2e7)
+    lines = Clock(hardware, moves=True).lines(program, program.main, False)
+    at = next(i for i, line in enumerate(lines) if line.eqn.outputs[0].name == "skip.host")
+    moves = [(i > at, line) for i, line in enumerate(lines) if line.eqn.op.name == "begin_move"]
+    assert {updating for updating, _ in moves} == {True, False}
+    for updating, line in moves:
+        seconds = next(line.eqn.vars).type.bytes / (2e7 if updating else 1e8)
+        assert line.seconds == pytest.approx(seconds + hardware.launch_s)
+
+
 def test_the_pass_brings_gradient_and_scalars_and_nothing_else():
     program = on_the_host()
     assert Program.parse(str(program)) == program

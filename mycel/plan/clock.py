@@ -267,7 +267,7 @@ class Clock:
         begin, finish, begin_move, finish_move = o.begin, o.finish, o.begin_move, o.finish_move
         begun: dict[Var, int] = {}
         brought: dict[Var, int] = {}  # values on the host -> the lines that begin to bring them
-        lines = []
+        lines: list[Line] = []
         for i, (eqn, seconds) in enumerate(zip(block.eqns, computing, strict=True)):
             name, axes, _ = message(eqn)
             if eqn.op is begin or eqn.op is begin_move:
@@ -295,6 +295,7 @@ class Clock:
                 lines.append(Line(eqn, "work", seconds))
         if self.moves and block is program.main:
             _wait_for_host(lines, program)
+            _slow_beside_updates(lines, self.hardware)
         if compiled:
             _remember(lines, block, there, moments(block, groups, there), self.hardware.widens)
         else:
@@ -318,6 +319,15 @@ def _wait_for_host(lines: Sequence[Line], program: Program) -> None:
             waits = [behind[v.name] for v in line.eqn.vars if v.name in behind and v.type.space == HOST]
             now = [0.0] if any(v in hosted for v in line.eqn.vars) and line.kind == "begin" else []
             line.behind = min([*waits, *now], default=None)
+
+
+def _slow_beside_updates(lines: Sequence[Line], hardware: Hardware) -> None:
+    """Enters that copies take longer which begin once the host has what its first update reads: it is updating then,
+    until the next step waits for it."""
+    first = min((max(line.after) for line in lines if line.eqn.on_host and line.after), default=len(lines))
+    for line in lines[first + 1 :]:
+        if line.eqn.op is o.begin_move:
+            line.seconds = hardware.move_s(next(line.eqn.vars).type.bytes, updating=True)
 
 
 def clock(program: Program, hardware: Hardware, links: Links | None = None, compiled: Collection[str] = ()) -> Times:

@@ -40,8 +40,8 @@ from mycel.sizes import parse_bytes, shown
 GIB = 1 << 30
 KEYS = ("name", "device", "devices", "hosts", "levels")
 DEVICE_KEYS = (
-    "name", "half", "single", "quarter", "bytes_s", "memory", "host_bytes_s", "update_bytes_s", "update_half_bytes_s",
-    "launch_s",
+    "name", "half", "single", "quarter", "bytes_s", "memory", "host_bytes_s", "busy_host_bytes_s", "update_bytes_s",
+    "update_half_bytes_s", "launch_s",
 )  # fmt: skip
 FIGURES = tuple(name for name in DEVICE_KEYS if name not in ("name", "half", "single", "bytes_s", "memory"))  # optional
 LEVEL_KEYS = ("name", "bytes_s", "start_s", "shared")

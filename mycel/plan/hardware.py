@@ -8,6 +8,7 @@ probe file      $MYCEL_PROBE (empty: none), else probe.yaml in $XDG_CACHE_HOME/m
 device: CPU                                     as `Hardware.name`
 launch_s: 3.1e-06
 host_bytes_s: 9.0e+09                           copies between host and device, each way while the other is as busy
+busy_host_bytes_s: 7.0e+09                      the same while the host updates parameters
 update_bytes_s: 8.0e+09                         of the host's memory, by an update of parameters there beside copies
 update_half_bytes_s: 6.0e+09                    the same of parameters in 16 bits
 unaligned: [0.15, 0.28, 0.6]                    on a GPU: the share left to bf16 products with rows of odd length,
@@ -57,8 +58,8 @@ class Hardware:
                     that was not measured
     rates           operations or bytes a second by size, where measured
     levels          the wires to other ranks, innermost first
-    host_bytes_s    copies between host and device, each way while the other is as busy; `host_memory`: bytes of the
-                    host, where known
+    host_bytes_s    copies between host and device, each way while the other is as busy; `busy_host_bytes_s`: the same
+                    while the host updates parameters, None: as fast; `host_memory`: bytes of the host, where known
     update_bytes_s  of the host's memory, that updates of parameters there read and write beside such copies;
                     `update_half_bytes_s`: of parameters in 16 bits; None: not measured
     widens          dtypes of 16 bits whose products are computed in 32, on copies of their operands
@@ -71,6 +72,7 @@ class Hardware:
     launch_s: float
     memory: int | None = None
     host_bytes_s: float = 25e9
+    busy_host_bytes_s: float | None = None
     host_memory: int | None = None
     update_bytes_s: float | None = None
     update_half_bytes_s: float | None = None
@@ -115,9 +117,10 @@ class Hardware:
             return seconds + self.launch_s
         return seconds + self.launch_s * seconds / ((seconds + self.launch_s) or 1.0)
 
-    def move_s(self, size: float) -> float:
-        """Seconds of copying so many bytes between host and device."""
-        return size / self.host_bytes_s + self.launch_s
+    def move_s(self, size: float, updating: bool = False) -> float:
+        """Seconds of copying so many bytes between host and device, while the host updates parameters or not."""
+        busy = self.busy_host_bytes_s if updating else None
+        return size / (busy or self.host_bytes_s) + self.launch_s
 
     def update_s(self, size: float, dtype: torch.dtype) -> float:
         """Seconds of an update on the host that reads and writes so many bytes, of parameters of this dtype."""
@@ -233,6 +236,7 @@ def with_rates(preset: Hardware, data: Mapping[str, Any]) -> Hardware:
         bytes_s=rates["memory"][-1][1] if "memory" in rates else preset.bytes_s,
         launch_s=float(data["launch_s"]),
         host_bytes_s=float(data.get("host_bytes_s", preset.host_bytes_s)),
+        busy_host_bytes_s=float(data.get("busy_host_bytes_s", 0)) or preset.busy_host_bytes_s,
         update_bytes_s=float(data["update_bytes_s"]) if "update_bytes_s" in data else preset.update_bytes_s,
         update_half_bytes_s=float(data.get("update_half_bytes_s", 0)) or preset.update_half_bytes_s,
         unaligned=tuple(float(x) for x in data.get("unaligned", preset.unaligned)),

@@ -91,24 +91,25 @@ def staying(program: Program, offload: Offload, in_parts: bool) -> Iterator[str]
 
 def _of_block(program: Program, name: str, clock: Clock, compiled: Collection[str]) -> Iterator[RoundTrip]:
     block, spans = program.blocks[name], clock.spans(program, name, compiled)
-    arrived: dict[Var, float] = {}
+    arrived: dict[Var, tuple[float, float]] = {}  # tokens -> when the copy begins and ends
     inputs, updates = set(block.inputs), dict[Var, Var]()
     if name == program.entry and program.updates:
         by_name = {v.name: v for v in block.inputs}
         new = zip(program.updates, block.outputs[len(block.outputs) - len(program.updates) :], strict=True)
         updates = {x: by_name[k] for k, x in new if isinstance(x, Var) and by_name[k].type.space == HOST}
     trips: dict[Var, RoundTrip] = {}
-    for eqn, (start, end) in zip(block.eqns, spans, strict=False):
-        for p, replaced, text in _updated(eqn, end, clock) if eqn.on_host else ():
+    lines = clock.lines(program, block, name in compiled)
+    for eqn, line, (start, end) in zip(block.eqns, lines, spans, strict=False):
+        for p, replaced, text in _updated(eqn, end - line.seconds, end) if eqn.on_host else ():
             travel = trips[replaced] = trips.setdefault(p, RoundTrip(p, True))
             travel.updated = text
         if not eqn.op.transfers:
             continue
         if eqn.op.effect:
-            arrived[eqn.outputs[0]] = end
+            arrived[eqn.outputs[0]] = end - line.seconds, end
             continue
         token, x, result = *eqn.vars, eqn.outputs[0]
-        copy = Copy(arrived[token] - clock.hardware.move_s(x.type.bytes), arrived[token], end - start)
+        copy = Copy(*arrived[token], end - start)
         if eqn.params["to"] == HOST:
             home = updates.get(result)
             travel = trips.setdefault(home or x, RoundTrip(home or x, home is not None))
@@ -119,10 +120,8 @@ def _of_block(program: Program, name: str, clock: Clock, compiled: Collection[st
     return iter({id(t): t for t in trips.values()}.values())
 
 
-def _updated(eqn: Eqn, end: float, clock: Clock) -> Iterator[tuple[Var, Var, str]]:
+def _updated(eqn: Eqn, start: float, end: float) -> Iterator[tuple[Var, Var, str]]:
     """Parameters of an update on the host, what replaces them, and when it runs."""
-    size = sum(v.type.bytes for v in (*eqn.vars, *eqn.outputs))
-    start = end - clock.hardware.update_s(size, next(eqn.vars).type.dtype)
     for i in range(eqn.params["count"]):
         (p, *state), (new, *_), _ = column(eqn, i)
         held = shown(sum(v.type.bytes for v in state))

@@ -41,7 +41,7 @@ LONG_S = 0.25  # a message that takes longer is sent once
 LONGEST_MASK = 1024  # of attention: the gradient of a mask in 32 bits holds all pairs
 GRAPHED = 20  # runs in one graph of a GPU
 TURNS = 10  # of computing and a message, where ranks share cores
-UPDATES, SLOWED = 5, 3  # so many on the host, each slowed by copies beside it no more than so many times
+BESIDE_S = 1.0  # copies and updates beside each other
 CROWDED = 1.25  # times slower beside the others than alone: ranks share cores
 SIZES = {  # by device: what is small and what is large there
     "cpu": {
@@ -67,6 +67,7 @@ SIZES = {  # by device: what is small and what is large there
     },
 }
 BUCKET = 4  # tensors that travel together
+UPDATED = {"update_bytes_s": torch.float32, "update_half_bytes_s": torch.bfloat16}
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute_ranks")
 
 
@@ -122,8 +123,7 @@ class Probe:
             "threads": torch.get_num_threads(),
             "launch_s": _short(self.launch_s),
             "host_bytes_s": _short(self._host()),
-            "update_bytes_s": _short(self._host_update(torch.float32)),
-            "update_half_bytes_s": _short(self._host_update(torch.bfloat16)),
+            **self._host_updates(),
             **({"unaligned": [_short(x) for x in self._unaligned()]} if is_cuda else {}),
             "rates": {name: sorted([_short(x), _short(y)] for x, y in curve) for name, curve in rates.items()},
         }
@@ -312,15 +312,15 @@ class Probe:
 
     def _host(self) -> float:
         """Bytes a second between host and device, each way while the other is as busy; on the CPU those of a copy."""
-        return float(self.sizes["memory"][-1] / self.seconds(self._copies()))
+        return float(self.sizes["memory"][-1] / self.seconds(self._copies()[0]))
 
-    def _copies(self) -> Callable[[], object]:
-        """A copy of the largest size each way, on streams of their own; on the CPU there is one way."""
+    def _copies(self) -> tuple[Callable[[], object], Sequence[torch.cuda.Stream]]:
+        """A copy of the largest size each way, and the streams they are on; on the CPU there is one way."""
         size, is_cuda = self.sizes["memory"][-1], self.device.type == "cuda"
         here, back = (torch.empty(size, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2))
         there, other = (torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(2))
         if not is_cuda:
-            return lambda: there.copy_(here)
+            return lambda: there.copy_(here), ()
         up, down = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
 
         def both() -> None:
@@ -329,12 +329,22 @@ class Probe:
             with torch.cuda.stream(down):
                 back.copy_(other, non_blocking=True)
 
-        return both
+        return both, (up, down)
 
-    def _host_update(self, dtype: torch.dtype) -> float:
-        """Bytes of the host's memory that an update of parameters there reads and writes in a second, on a GPU beside
-        copies both ways, which share that memory."""
-        p, g, first, second = (torch.zeros(self.sizes["memory"][-1] // 16, dtype=dtype) for _ in range(4))
+    def _host_updates(self) -> dict[str, float]:
+        """Bytes of the host's memory that updates of parameters there read and write in a second; on a GPU beside
+        copies both ways, which share that memory, and what those reach beside them."""
+        alone = {name: self._update(dtype) for name, dtype in UPDATED.items()}
+        if self.device.type != "cuda":
+            return {name: _short(size / self.seconds(update)) for name, (update, size) in alone.items()}
+        beside = {name: self._beside_copies(*each) for name, each in alone.items()}
+        rates = {"busy_host_bytes_s": min(copied for _, copied in beside.values())}
+        return {name: _short(x) for name, x in (rates | {name: x for name, (x, _) in beside.items()}).items()}
+
+    def _update(self, dtype: torch.dtype) -> tuple[Callable[[], None], int]:
+        """AdamW on the host, and the bytes that it reads and writes."""
+        size = self.sizes["memory"][-1] // (dtype.itemsize if self.device.type == "cuda" else 16)
+        p, g, first, second = (torch.zeros(size, dtype=dtype) for _ in range(4))
         step = torch.ones(())
 
         def update() -> None:
@@ -343,21 +353,27 @@ class Probe:
                 amsgrad=False, maximize=False,
             )  # fmt: skip
 
-        alone_s = self.seconds(update)
-        return float(7 * p.nbytes / (self._beside_copies(update, alone_s) if self.device.type == "cuda" else alone_s))
+        return update, 7 * p.nbytes
 
-    def _beside_copies(self, update: Callable[[], None], alone_s: float) -> float:
-        """Seconds of what the host does while copies go both ways, which take longer than it in any case."""
-        copies = self._copies()
-        often = 1 + math.ceil(UPDATES * SLOWED * alone_s / self.seconds(copies))
+    def _beside_copies(self, update: Callable[[], None], size: int) -> tuple[float, float]:
+        """Bytes a second of updates and of copies each way, beside each other."""
+        copies, streams = self._copies()
+        often = math.ceil(BESIDE_S / self.seconds(copies))
+        update()
+        self._together()
+        events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in streams]
+        for (started, _), stream in zip(events, streams, strict=True):
+            started.record(stream)
         for _ in range(often):
             copies()
-        began = time.perf_counter()
-        for _ in range(UPDATES):
+        for (_, ended), stream in zip(events, streams, strict=True):
+            ended.record(stream)
+        began, updates, updated_s = time.perf_counter(), 0, 0.0
+        while not all(ended.query() for _, ended in events):  # not waiting for the device, which would take a core
             update()
-        seconds = (time.perf_counter() - began) / UPDATES
-        self._wait()
-        return self._mean(seconds)
+            updates, updated_s = updates + 1, time.perf_counter() - began
+        copied_s = max(started.elapsed_time(ended) for started, ended in events) * 1e-3
+        return self._mean(updates * size / updated_s), self._mean(often * self.sizes["memory"][-1] / copied_s)
 
     # -- links -------------------------------------------------------------------------------------------------------
 
