@@ -242,7 +242,7 @@ def with_rates(preset: Hardware, data: Mapping[str, Any]) -> Hardware:
         unaligned=tuple(float(x) for x in data.get("unaligned", preset.unaligned)),
         rates=rates,
         levels=tuple(
-            fitted(level["name"], int(level["ranks"]), float(level["busy"]), level["messages"], level.get("late", ()))
+            fitted(level["name"], int(level["ranks"]), float(level["busy"]), level["messages"])
             for level in data.get("levels", ())
         ),
     )

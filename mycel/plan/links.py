@@ -29,8 +29,7 @@ class Link:
     ranks     the largest group of consecutive ranks that it joins
     busy      the share of a message's seconds in which the device cannot compute beside it
     measured  (collective, ranks, bytes a second, seconds to start), where these differ: groups of two from each of two
-              hosts share the wire between them, where a ring of four crosses it once each way
-    late      (ranks, seconds): for how long one of so many waits for others at each message, where they share cores"""
+              hosts share the wire between them, where a ring of four crosses it once each way"""
 
     bytes_s: float
     start_s: float
@@ -38,20 +37,18 @@ class Link:
     ranks: int = 1 << 30
     busy: float = 0.0
     measured: tuple[tuple[str, int, float, float], ...] = ()
-    late: tuple[tuple[int, float], ...] = ()
 
     def seconds(self, name: str, k: int, local_bytes: float) -> float:
         """One collective between k ranks, each of which puts `local_bytes` in."""
         bytes_s, start_s = self._rate(name, k)
-        late = min(self.late, key=lambda x: _apart(x[0], k), default=(k, 0.0))[1]
-        return sent(name, k, local_bytes) / bytes_s + _steps(name, k) * start_s + late
+        return sent(name, k, local_bytes) / bytes_s + _steps(name, k) * start_s
 
     def _rate(self, name: str, k: int) -> tuple[float, float]:
         """(bytes a second, seconds to start), measured between that many ranks or nearly so many."""
         of_name = [x for x in self.measured if x[0] == name]
         if not of_name:
             return self.bytes_s, self.start_s
-        _, _, bytes_s, start_s = min(of_name, key=lambda x: _apart(x[1], k))
+        _, _, bytes_s, start_s = min(of_name, key=lambda x: (abs(math.log(x[1] / k)), x[1]))  # of two as far, the fewer
         return bytes_s, start_s
 
     def data(self) -> list[float] | dict[str, Any]:
@@ -61,7 +58,7 @@ class Link:
         measured: dict[str, list[list[float]]] = {}
         for name, *numbers in sorted(self.measured):
             measured.setdefault(name, []).append(list(numbers))
-        return {**vars(self), "measured": measured, "late": [list(x) for x in self.late]}
+        return {**vars(self), "measured": measured}
 
     @staticmethod
     def read(data: Any) -> Link:
@@ -73,16 +70,7 @@ class Link:
             for name, rows in data["measured"].items()
             for k, bytes_s, start_s in rows
         )
-        return Link(**{**data, "measured": measured, "late": _late(data["late"])})
-
-
-def _late(rows: Sequence[Sequence[float]]) -> tuple[tuple[int, float], ...]:
-    return tuple((int(ranks), float(seconds)) for ranks, seconds in rows)
-
-
-def _apart(ranks: int, k: int) -> tuple[float, int]:
-    """How far one number of ranks is from another; of two as far, the fewer are nearer."""
-    return abs(math.log(ranks / k)), ranks
+        return Link(**{**data, "measured": measured})
 
 
 CPU_LINK = Link(1e9, 100e-6)
@@ -115,13 +103,7 @@ class Links:
         return tuple(dict.fromkeys(self.of((axis,)).name for axis in self.mesh.axes))
 
 
-def fitted(
-    name: str,
-    ranks: int,
-    busy: float,
-    messages: Mapping[str, Sequence[Sequence[float]]],
-    late: Sequence[Sequence[float]] = (),
-) -> Link:
+def fitted(name: str, ranks: int, busy: float, messages: Mapping[str, Sequence[Sequence[float]]]) -> Link:
     """The level of what was measured: by collective (ranks, bytes each puts in, seconds); least squares of relative
     errors, no number below zero."""
     measured = tuple(
@@ -130,7 +112,7 @@ def fitted(
         for k in sorted({int(p[0]) for p in points})
     )
     *_, bytes_s, start_s = max((x for x in measured if x[0] == "all_reduce"), default=measured[-1])
-    return Link(bytes_s, start_s, name, ranks, busy, measured, _late(late))
+    return Link(bytes_s, start_s, name, ranks, busy, measured)
 
 
 def _fit(name: str, points: Sequence[Sequence[float]]) -> tuple[float, float]:

@@ -7,9 +7,9 @@ of ranks.
     torchrun … -m mycel probe           and between hosts
 
 Ranks do the same things at the same time, and the numbers are their mean; where they share cores, those of a typical
-round and not of the luckiest, and a message costs what it does to ranks that come from computing.  A curve is a list of
-[work, work a second], less the starting of a kernel; messages are [ranks, bytes each puts in, seconds], sent by the
-communicator that steps use.
+round and not of the luckiest, and messages are sent between computing.  A curve is a list of [work, work a second],
+less the starting of a kernel; messages are [ranks, bytes each puts in, seconds], sent by the communicator that steps
+use.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ HOT_S = 0.15  # a GPU computes for so long before it is timed hot: its clock fal
 LONG_S = 0.25  # a message that takes longer is sent once
 LONGEST_MASK = 1024  # of attention: the gradient of a mask in 32 bits holds all pairs
 GRAPHED = 20  # runs in one graph of a GPU
-TURNS = 10  # of computing and a message, where ranks share cores
+COMPUTED_S, MOST = 0.004, 10  # before each message, and so many messages a round, where ranks share cores
+LEAST_MESSAGE_S = 1e-6  # no message takes less
 BESIDE_S = 1.0  # copies and updates beside each other
-CROWDED = 1.25  # times slower beside the others than alone: ranks share cores
+CROWDED = 1.25  # times longer than a core of its own would take: ranks share cores
 SIZES = {  # by device: what is small and what is large there
     "cpu": {
         "memory": [1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24, 100 << 20],
@@ -101,10 +102,10 @@ class Probe:
         self.device = ranks.device
         self.sizes: dict[str, Any] = SIZES["cuda" if self.device.type == "cuda" else "cpu"]
         self.launch_s = self.one_s = 0.0  # from one kernel of a step to the next, and to the same one again
-        self.is_crowded = False  # do ranks share cores?
+        self.crowd = 1.0  # times longer than with a core of its own
 
     def run(self, local: int) -> dict[str, Any]:
-        self.is_crowded = self.device.type == "cpu" and self._shares_cores()
+        self.crowd = self._shared_cores() if self.device.type == "cpu" else 1.0
         is_cuda = self.device.type == "cuda"
         self.say("starting a kernel")
         self.one_s, self.launch_s = self._launch()
@@ -132,24 +133,24 @@ class Probe:
 
     # -- one device --------------------------------------------------------------------------------------------------
 
-    def _shares_cores(self) -> bool:
-        """Does a rank compute slower when all do?"""
-        if self.ranks.mesh.world == 1:
-            return False
-        x = self._rand(*[self.sizes["product"][-3]] * 2)
+    @property
+    def is_crowded(self) -> bool:
+        return self.crowd > CROWDED
 
-        def seconds() -> float:
-            times = []
-            began = time.perf_counter()
-            while time.perf_counter() - began < ROUNDS * CROWDED_S:
-                started = time.perf_counter()
-                F.linear(x, x)
-                times.append(time.perf_counter() - started)
-            return statistics.fmean(times)
-
+    def _shared_cores(self) -> float:
+        """How many times longer a rank computes while all do than its thread is on a core."""
         self._together()
-        alone = self._mean(seconds() if self.ranks.rank == 0 else 0.0) * self.ranks.mesh.world
-        return self._mean(seconds()) > CROWDED * alone
+        began, used = time.perf_counter(), time.thread_time()
+        self._compute(ROUNDS * CROWDED_S / 2)
+        return self._mean((time.perf_counter() - began) / (time.thread_time() - used))
+
+    def _compute(self, seconds: float) -> float:
+        """For at least so long on a core; how long it was."""
+        began = time.thread_time()
+        x = self._rand(*[self.sizes["product"][-3]] * 2)
+        while time.thread_time() - began < seconds:
+            F.linear(x, x)
+        return time.thread_time() - began
 
     def seconds(self, fn: Callable[[], Any]) -> float:
         """One run, at best, while the other ranks do the same; the mean of all ranks."""
@@ -396,51 +397,28 @@ class Probe:
                 for axes in groups
                 for size, often in self.sizes["message"]
             ]
-        level = {"name": name, "ranks": ranks, "busy": _short(self._busy(groups[-1])), "messages": messages}
-        if not self.is_crowded:
-            return level
-        self.say("messages that come from products")
-        return {**level, "late": [[self.ranks.mesh.count(axes), _short(self._late(axes))] for axes in groups]}
+        return {"name": name, "ranks": ranks, "busy": _short(self._busy(groups[-1])), "messages": messages}
 
     def _message(self, op: str, axes: tuple[str, ...], size: int, often: int) -> float:
-        """Seconds of one; as often on all ranks."""
+        """Seconds of one; as often on all ranks.  Where those share cores each computes before it, as in a step: one
+        waits for the turns of another, and what some wait others compute."""
         send = self._sender(op, axes, size)
         self._together()
         started = time.perf_counter()
         send()
         self._wait()
         is_long = self._mean(time.perf_counter() - started) > LONG_S  # on a slow link, once says enough
+        often = 1 if is_long else min(often, MOST) if self.is_crowded else often
         times = []
         for _ in range(1 if is_long else ROUNDS):
             self._together()
-            often = 1 if is_long else often
-            started = time.perf_counter()
+            started, computed = time.perf_counter(), 0.0
             for _ in range(often):
+                computed += self._compute(COMPUTED_S) if self.is_crowded else 0.0
                 send()
             self._wait()
-            times.append((time.perf_counter() - started) / often)
-        return self._mean(self._typical(times))
-
-    def _late(self, axes: tuple[str, ...]) -> float:
-        """Seconds by which a message takes longer where each rank computes before it: they share cores, and one waits
-        for the turns of another."""
-        n = self.sizes["product"][-3]
-        x = self._rand(n, n)
-        send = self._sender("all_reduce", axes, self.sizes["message"][0][0])
-        often = max(1, math.ceil(CROWDED_S / self.seconds(lambda: F.linear(x, x)) / TURNS))
-
-        def compute() -> None:
-            for _ in range(often):
-                F.linear(x, x)
-
-        def turns(say: Callable[[], Any]) -> None:
-            for _ in range(TURNS):
-                compute()
-                say()
-
-        alone = self._message("all_reduce", axes, *self.sizes["message"][0])
-        computing, together = (self._rounds(partial(turns, fn)) for fn in (lambda: None, send))
-        return max((together - computing) / TURNS - alone, 0.0)
+            times.append((time.perf_counter() - started - self.crowd * computed) / often)
+        return max(self._mean(self._typical(times)), LEAST_MESSAGE_S)
 
     def _sender(self, op: str, axes: tuple[str, ...], size: int) -> Callable[[], Any]:
         """Sends a bucket, as steps do: what packing and unpacking it takes is part of the message."""
