@@ -640,6 +640,18 @@ def test_inline_names_stay_unique_and_sources_stay():
     assert list(once.blocks) == ["main"] and "model.py:3" in {e.source for e in once.main.eqns}
 
 
+@pytest.mark.parametrize("op, is_merged", [("mul", True), ("matmul", False)])
+def test_inline_opens_what_a_compiler_merges_where_it_is_called_inside(op, is_merged):
+    """Blocks that are not small, called twice in a layer and twice in the entry."""
+    lines = "".join(f"  x{i + 1}: f32[4,4] = {op}(x{i}, x0)\n" for i in range(12))
+    norm = f"def norm(x0: f32[4,4]):\n{lines}  return x12\n"
+    twice = "  a: f32[4,4] = call(x, block=@{0})\n  b: f32[4,4] = call(a, block=@{0})\n  return b\n"
+    of_layer, of_main = twice.format("norm"), twice.format("layer")
+    program = inline(read(f"\n{norm}def layer(x: f32[4,4]):\n{of_layer}def main(x: f32[4,4]):\n{of_main}"), small=1)
+    assert [len(program.blocks["layer"].eqns), len(program.main.eqns)] == [24 if is_merged else 2, 2]
+    assert len(inline(read(f"\n{norm}def main(x: f32[4,4]):\n{of_layer}")).main.eqns) == 2
+
+
 def test_dce_keeps_entry_inputs_and_loop_states_the_test_needs():
     program = dce(ZOO["loop_needs_state"])
     assert program.inputs == ZOO["loop_needs_state"].inputs

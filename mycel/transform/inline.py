@@ -1,5 +1,6 @@
 """Calls of blocks that are called once, or are small, become the block's equations; a cond that is decided, its taken
-branch.
+branch.  So do calls, but in the entry, of blocks all of whose equations a compiler merges, such as norms: it merges
+them with what is before and behind the call, and whoever prices or keeps values sees them.
 
     def f(x: f32[2]):                           def main(x: f32[2]):
       a: f32[2] = exp(x)                          a: f32[2] = exp(x)
@@ -15,10 +16,12 @@ The results keep the names they have at the call; other names stay unless they a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 
 from mycel.ir import (
+    CONTROL,
     OPS,
     PHASES,
     Atom,
@@ -38,6 +41,8 @@ from mycel.ir import (
 )
 from mycel.ops import o
 
+MERGED = 32  # equations of a block all of which a compiler merges
+
 
 def inline(program: Program, small: int = 8, keep: Collection[str] = ()) -> Program:
     """call(x…, block=@b) => the equations of b, where b is called once or has at most `small` equations, and is none to
@@ -54,13 +59,25 @@ def _once(program: Program, small: int, keep: Collection[str]) -> tuple[Program,
     blocks: dict[str, Block] = {}
     changed = False
     for name in order(program):
-        blocks[name] = _inlined(program.blocks[name], blocks, counts, small, keep)
+        fits = partial(_fits, counts=counts, small=small, merged=MERGED if name != program.entry else 0)
+        blocks[name] = _inlined(program.blocks[name], blocks, fits, keep)
         changed |= blocks[name] is not program.blocks[name]
     return prune(replace(program, blocks=blocks)), changed
 
 
+def _fits(name: str, block: Block, counts: Mapping[str, int], small: int, merged: int) -> bool:
+    if counts[name] == 1 or len(block.eqns) <= small:
+        return True
+    return len(block.eqns) <= merged and all(_is_merged(eqn) for eqn in block.eqns)
+
+
+def _is_merged(eqn: Eqn) -> bool:
+    """Does a compiler merge it with what is before and behind it?"""
+    return eqn.op.compiles and not eqn.op.apart and eqn.op not in CONTROL and not eqn.op.effect
+
+
 def _inlined(
-    block: Block, blocks: Mapping[str, Block], counts: Mapping[str, int], small: int, keep: Collection[str]
+    block: Block, blocks: Mapping[str, Block], fits: Callable[[str, Block], bool], keep: Collection[str]
 ) -> Block:
     """One block with its calls inlined; itself if there is nothing to inline."""
     names = {v.name for v in block.inputs} | {v.name for e in block.eqns for v in e.outputs}
@@ -73,7 +90,7 @@ def _inlined(
             decided[eqn.outputs[0]] = eqn.inputs[0]
         eqn = substitute(eqn, values)
         called = eqn.params["block"] if eqn.op is call and eqn.params["block"] not in keep else None
-        if called is not None and (counts[called] == 1 or len(blocks[called].eqns) <= small):
+        if called is not None and fits(called, blocks[called]):
             eqns += _spliced(eqn, eqn.inputs, blocks[called], names, values)
             changed = True
         elif eqn.op is cond and eqn.inputs[0] in decided:
