@@ -105,7 +105,8 @@ class Probe:
         self.crowd = 1.0  # times longer than with a core of its own
 
     def run(self, local: int) -> dict[str, Any]:
-        self.crowd = self._shared_cores() if self.device.type == "cpu" else 1.0
+        if self.device.type == "cpu" and self.ranks.mesh.world > 1:
+            self.crowd = self._shared_cores()
         is_cuda = self.device.type == "cuda"
         self.say("starting a kernel")
         self.one_s, self.launch_s = self._launch()
