@@ -28,7 +28,7 @@ from pathlib import Path
 from clock import model_of
 from slow_links import INSIDE, LIMIT_S, ROOT, refused, run
 
-ROUNDS, SLOW_ROUNDS, RANKS = 9, 4, 4  # fewer on slow links: steps take seconds there, and vary less
+ROUNDS, SLOW_ROUNDS, RANKS = 15, 4, 4  # fewer on slow links: steps take seconds there, and vary less
 BATCH = {"gpt2": 16, "mlp": 64, "llama": 8}
 PLANS = [  # no two of them are the same program
     ("dp", {"dp": 4}, 1), ("zero1", {"dp": 4}, 1), ("zero3", {"dp": 4}, 1), ("tp", {"tp": 4}, 1),
