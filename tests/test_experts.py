@@ -14,7 +14,7 @@ import torch
 import transformers as hf
 from distributing import OneDevice, start_values, step_equals
 from expert_families import FAMILIES, family, text
-from experts import Layer, Loop, Routed, routed
+from experts import Layer, Loop, Routed, StackedLoop, routed
 from models import VOCAB
 from stepping import plain_step
 from torch import nn
@@ -641,9 +641,45 @@ def test_a_loop_that_writes_where_a_mask_holds_is_one_operator(how):
     same_as_torch(model, x)
 
 
-@pytest.mark.parametrize("how", ["last_wins", "if_many"])
-def test_a_mask_that_says_more_stays_as_it_is(how):
-    model, x = Loop(how), torch.randn(6, 4, dtype=torch.float64)
+WAYS = ["continued", "length_asked", "counted", "hit", "hit_numbers", "unique", "tutorial", "unweighted", "overwritten"]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_ways_to_write_a_loop(how, recwarn):
+    """Also where one expert gets no token: the last has a bias."""
+    model, x = Loop(how, gated=how != "unique"), torch.randn(6, 4, dtype=torch.float64)
+    model.router.bias.data[2] = -9.0
+    program = mycel.capture(model, x)
+    names = operators(program)
+    assert "experts" in names and not names & {"cond", "index_add", "index_put"}
+    assert sum(e.op.name == "linear" for _, e in walk(program)) == 1  # the router
+    assert not [w for w in recwarn if "computes every one" in str(w.message)]
+    same_as_torch(model, x)
+
+
+def test_a_loop_whose_experts_get_weighed_tokens():
+    model, x = Loop("weighed_before"), torch.randn(6, 4, dtype=torch.float64)
+    names = operators(mycel.capture(model, x))
+    assert "experts" in names and "index_add" not in names
+    same_as_torch(model, x)
+    step_equals(OneDevice.of(model, {"x": x}), Plan(Mesh(dp=2), {}, ["dp"]))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_loop_over_rows_of_tensors_splits_over_ranks(transposed):
+    """Their rows are not put together again: the tensors are what ranks have parts of."""
+    model, x = StackedLoop(transposed), torch.randn(6, 4, dtype=torch.float64)
+    names = operators(mycel.capture(model, x))
+    assert "experts" in names and not names & {"index_add", "stack", "select"}
+    same_as_torch(model, x)
+    distributed = step_equals(OneDevice.of(model, {"x": x}), Plan(Mesh(ep=2), SPLIT, ["ep"]))
+    assert {"experts", "experts_grad"} <= operators(distributed.local)
+
+
+@pytest.mark.parametrize("tokens", [6, 96])
+@pytest.mark.parametrize("how", ["last_wins", "if_many", "if_many_places", "if_many_inside", "both_overwritten"])
+def test_a_mask_that_says_more_stays_as_it_is(how, tokens):
+    model, x = Loop(how), torch.randn(tokens, 4, dtype=torch.float64)
     assert "experts" not in operators(mycel.capture(model, x))
     same_as_torch(model, x)
 
@@ -654,6 +690,12 @@ def test_a_loop_that_does_more_stays_as_it_is(how):
     with pytest.warns(UserWarning, match=r"computes every one(.|\n)*mycel\.experts"):
         assert "experts" not in operators(mycel.capture(model, x))
     same_as_torch(model, x)
+
+
+@pytest.mark.parametrize("how", ["sorted_rows", "full_experts"])
+def test_a_loop_that_is_refused_is_told_how_to_write_it(how):
+    with pytest.raises(CaptureError, match=r"experts\.py:\d+\n(.|\n)*try       for a loop over experts .*mycel\.exp"):
+        mycel.capture(Loop(how), torch.randn(6, 4, dtype=torch.float64))
 
 
 class Linears(nn.Module):
