@@ -29,9 +29,8 @@ from typing import Any
 import torch
 
 from mycel.capture.expert_masks import CHOICES, MaskedLoops
-from mycel.capture.experts import is_on_elements, parts_of
+from mycel.capture.expert_mlps import Mlp, mlp_of
 from mycel.ir import Atom, Block, Builder, Eqn, Program, Var, call, cond, prune, substitute
-from mycel.ir.types import NAMES
 from mycel.ops import o
 
 SMALL = 40  # equations: an expert has no more
@@ -45,34 +44,6 @@ class OpenBranch:
     test: Atom
     holds: bool
     other: Atom
-
-
-@dataclass(frozen=True)
-class RowProduct:
-    """x @ w.T + bias, or x @ w + bias where w is `transposed`."""
-
-    x: Var
-    w: Var
-    bias: Var | None
-    transposed: bool
-
-
-@dataclass(frozen=True)
-class Mlp:
-    """down @ gate(up_0 @ x, up_1 @ x), or of the parts of up_0 @ x: `form` and `gate` as in `ops/gates.py`."""
-
-    x: Var
-    ups: tuple[tuple[Var, Var | None], ...]  # weight, bias
-    gate: str
-    form: str
-    down: tuple[Var, Var | None]
-    transposed: bool
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """What experts of a layer have in common."""
-        types = [None if w is None else w.type for pair in (*self.ups, self.down) for w in pair]
-        return self.x, self.gate, self.form, self.transposed, types
 
 
 @dataclass(frozen=True)
@@ -129,44 +100,6 @@ def merged_loops(program: Program) -> tuple[Program, set[str]]:
         adds = any(eqn.op in (o.index_add, o.index_put, o.where, cond) for eqn in block.eqns)
         blocks[name] = Loops.merged_in(block, program.blocks, lines) if adds else block
     return (prune(replace(program, blocks=blocks)), lines) if lines else (program, lines)
-
-
-class Hidden:
-    """What an expert does between its products, as text; the products that it is made of are collected."""
-
-    def __init__(self, loops: Loops) -> None:
-        self.loops = loops
-        self.products: dict[Var, RowProduct] = {}
-        self.forms: dict[Var, str] = {}  # which parts of a product's rows are used
-
-    def text(self, x: Any) -> str | None:
-        """Something on elements of products, or of parts of one."""
-        x = self.loops.plain(x)
-        product = self.loops.product(x)
-        if product is not None:
-            return self._letter(x, product, "whole", "")
-        eqn = self.loops.producers.get(x, (None, 0))[0]
-        if eqn is None or len(eqn.outputs) > 2 or eqn.op.vjp is None:
-            return None
-        h: Any = eqn.inputs[0] if eqn.op in (o.split, o.slice) else None
-        part = parts_of(eqn, h) if h is not None and h.ndim == 2 else None
-        if part is not None:
-            product = self.loops.product(h)
-            return None if product is None else self._letter(self.loops.plain(h), product, part[1], part[0][x])
-        if len(eqn.outputs) != 1 or not is_on_elements(eqn):
-            return None
-        operands = [self.text(v) if isinstance(v, Var) else repr(v) for v in eqn.inputs]
-        if None in operands:
-            return None
-        params = [f"{k}={NAMES.get(v, repr(v))}" for k, v in eqn.params.items()]
-        return f"{eqn.op.name}({', '.join([*map(str, operands), *params])})"
-
-    def _letter(self, x: Var, product: RowProduct, form: str, part: str) -> str | None:
-        """The name of a product, or of a part of the only one."""
-        self.products.setdefault(x, product)
-        if self.forms.setdefault(x, form) != form or len(self.products) > (2 if form == "whole" else 1):
-            return None
-        return part or "ab"[list(self.products).index(x)]
 
 
 class Loops:
@@ -407,7 +340,7 @@ class Loops:
             return None
         product = self.of(rows, o.mul)
         for y, weight in [*((product.inputs, product.inputs[::-1]) if product is not None else ()), (rows, None)]:
-            mlp = self.mlp(y)
+            mlp = mlp_of(self, y)
             if mlp is None or (weight is not None and not isinstance(weight, Var)):
                 continue
             if weight is None or weight.type.numel == tokens.numel():
@@ -420,37 +353,6 @@ class Loops:
         mask = self.plain(mask)
         ne = self.of(mask, o.ne)
         return self.plain(ne.inputs[0]) if ne is not None and ne.inputs[1] == 0 else mask
-
-    # -- experts
-
-    def mlp(self, y: Any) -> Mlp | None:
-        """What an expert does with rows."""
-        down = self.product(y)
-        if down is None:
-            return None
-        hidden = Hidden(self)
-        gate = hidden.text(down.x)
-        ups = [*hidden.products.values()]
-        forms = {*hidden.forms.values()}
-        if gate is None or len({p.x for p in ups}) != 1 or len({p.w.shape for p in ups}) != 1 or len(forms) != 1:
-            return None
-        form = "halves" if len(ups) == 2 else forms.pop()
-        if len(ups) > 2 or (len(ups) == 2 and "whole" not in forms) or len({p.transposed for p in (*ups, down)}) != 1:
-            return None
-        return Mlp(ups[0].x, tuple((p.w, p.bias) for p in ups), gate, form, (down.w, down.bias), down.transposed)
-
-    def product(self, y: Any) -> RowProduct | None:
-        """y as a product of rows and a matrix."""
-        bias: Any = None
-        y = self.plain(y)
-        added = self.of(y, o.add)
-        if added is not None and isinstance(added.inputs[1], Var) and added.inputs[1].ndim == 1:
-            y, bias = added.inputs
-        product = self.of(y, o.linear, o.matmul)
-        w: Any = product.inputs[1] if product is not None else None
-        if product is None or w.ndim != 2:
-            return None
-        return RowProduct(self.plain(product.inputs[0]), w, bias, product.op is o.matmul)
 
     # -- all of them
 

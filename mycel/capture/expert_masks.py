@@ -23,11 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mycel.capture.expert_mlps import Mlp, mlp_of
 from mycel.ir import Eqn, Var
 from mycel.ops import o
 
 if TYPE_CHECKING:
-    from mycel.capture.expert_loops import Loops, Mlp, OpenBranch
+    from mycel.capture.expert_loops import Loops, OpenBranch
 
 PROBES, FEW, MANY = 8, 2, 4096  # random choices for which masks are computed: fewer, where each is of many tokens
 CHOICES = ((o.topk, 1), (o.argmax, 0), (o.max_dim, 1))  # which result of which operator says who is chosen
@@ -116,7 +117,7 @@ class MaskedLoops:
         product = self.loops.of(rows, o.mul)
         pairs = [*((product.inputs, product.inputs[::-1]) if product is not None else ()), (rows, None)]
         for y, weight in pairs:
-            mlp = self.loops.mlp(y)
+            mlp = mlp_of(self.loops, y)
             weight = self.loops.plain(weight)
             if mlp is not None and (
                 weight is None or (isinstance(weight, Var) and weight.type.numel == mask.type.numel)
