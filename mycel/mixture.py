@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from mycel.capture import TRACING, refuse, traced_gate, traced_layer
-from mycel.errors import CaptureError
+from mycel.capture import TRACING, no_such_expert, refuse, traced_gate, traced_layer
+from mycel.errors import CaptureError, RunError
 
 Tensor = torch.Tensor
 
@@ -96,6 +96,8 @@ def _within(ids: Tensor, capacity: int) -> Tensor:
 
 def _eager(x: Any, ids: Any, weights: Any, up: Any, down: Any, gate: Any, up_bias: Any, down_bias: Any, t: bool) -> Any:
     """In plain torch, an expert after another."""
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < up.shape[0]:
+        raise RunError(no_such_expert("mycel.experts", up.shape[0]))
     order = ids.reshape(-1).argsort(stable=True)
     counts = torch.bincount(ids.reshape(-1), minlength=up.shape[0]).tolist()
     token = order // ids.shape[1]

@@ -184,6 +184,139 @@ class Loop(nn.Module):
             y[flat == i] = expert(rows[flat == i])
         return (y.view(*weights.shape, -1) * weights.unsqueeze(-1)).sum(dim=1)
 
+    def continued(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Experts without tokens are passed over."""
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            if token.numel() == 0:
+                continue
+            y.index_add_(0, token, expert(x[token]) * weights[token, place, None])
+        return y
+
+    def length_asked(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = (ids == i).nonzero(as_tuple=True)
+            if len(token) > 0:
+                y.index_add_(0, token, expert(x[token]) * weights[token, place, None])
+        return y
+
+    def counted(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """As DeepSeek's own code for its third model has it."""
+        y, counts = torch.zeros_like(x), torch.bincount(ids.flatten(), minlength=len(self.experts)).tolist()
+        for i in range(len(self.experts)):
+            if counts[i] == 0:
+                continue
+            token, place = torch.where(ids == i)
+            y[token] += self.experts[i](x[token]) * weights[token, place, None]
+        return y
+
+    def hit(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """As transformers had it later: through the experts that were hit."""
+        y, mask = torch.zeros_like(x), F.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
+        for i in torch.greater(mask.sum(dim=(-1, -2)), 0).nonzero():
+            place, token = torch.where(mask[i].squeeze(0))
+            rows = x[None, token].reshape(-1, x.shape[-1])
+            y.index_add_(0, token, (self.experts[i](rows) * weights[token, place, None]).to(x.dtype))
+        return y
+
+    def hit_numbers(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y, mask = torch.zeros_like(x), F.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
+        for i in torch.nonzero(mask.sum(dim=(-1, -2)) > 0, as_tuple=True)[0].tolist():
+            place, token = torch.where(mask[i])
+            y.index_add_(0, token, self.experts[i](x[token]) * weights[token, place, None])
+        return y
+
+    def unique(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for i in torch.unique(ids):
+            token, place = torch.where(ids == i)
+            y.index_add_(0, token, self.experts[i](x[token]) * weights[token, place, None])
+        return y
+
+    def tutorial(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """As a well-known tutorial has it: tokens in two dims, picked in one, written in two."""
+        x, weights, ids = (v.unflatten(0, (2, -1)) for v in (x, weights, ids))
+        gates = torch.zeros(*x.shape[:2], len(self.experts), dtype=x.dtype).scatter(-1, ids, weights)
+        y, flat, flat_gates = torch.zeros_like(x), x.view(-1, x.size(-1)), gates.view(-1, gates.size(-1))
+        for i, expert in enumerate(self.experts):
+            mask = (ids == i).any(dim=-1)
+            if mask.view(-1).any():
+                rows = expert(flat[mask.view(-1)])
+                y[mask] += (rows * flat_gates[mask.view(-1), i].unsqueeze(1)).squeeze(1)
+        return y.flatten(0, 1)
+
+    def unweighted(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, _ = torch.where(ids == i)
+            y.index_add_(0, token, expert(x[token]))
+        return y
+
+    def overwritten(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """One expert for a token, as in tutorials on Switch Transformers."""
+        gates = torch.zeros(len(x), len(self.experts), dtype=x.dtype).scatter(1, ids, weights)
+        best, first = gates.max(dim=-1)
+        places = [torch.eq(first, i).nonzero(as_tuple=True)[0] for i in range(len(self.experts))]
+        y = x.clone()
+        for i, expert in enumerate(self.experts):
+            y[places[i], :] = expert(x[places[i], :])
+        return y * best.view(-1, 1)
+
+    def weighed_before(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """What an expert gets is weighed, not what it gives."""
+        y, mask = torch.zeros_like(x), F.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)
+        for i, expert in enumerate(self.experts):
+            place, token = torch.where(mask[i])
+            y.index_add_(0, token, expert(x[token] * weights[token, place, None]))
+        return y
+
+    def if_many_places(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Experts that few tokens choose are left out."""
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            if token.shape[0] > 1:
+                y.index_add_(0, token, expert(x[token]) * weights[token, place, None])
+        return y
+
+    def if_many_inside(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The same, asked in a branch that asks for less."""
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            if token.shape[0] > 0:  # noqa: SIM102
+                if token.shape[0] > 1:
+                    y.index_add_(0, token, expert(x[token]) * weights[token, place, None])
+        return y
+
+    def sorted_rows(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """As DeepSeek's first models have it where they are not trained."""
+        order, ends = ids.view(-1).argsort(), ids.view(-1).bincount(minlength=len(self.experts)).cumsum(0)
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            here = order[0 if i == 0 else ends[i - 1] : ends[i]]
+            y.index_add_(0, here // 2, expert(x[here // 2]) * weights.view(-1, 1)[here])
+        return y
+
+    def full_experts(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """An expert takes two tokens."""
+        first = torch.zeros(len(x), len(self.experts), dtype=x.dtype).scatter(1, ids, weights).max(dim=-1)[1]
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token = (first == i).nonzero()[:, 0][:2]
+            y[token] = expert(x[token])
+        return y
+
+    def both_overwritten(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Of two experts of a token the second overwrites what the first gave."""
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            y[token] = expert(x[token]) * weights[token, place, None]
+        return y
+
     def last_wins(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Of two experts of a token the second overwrites what the first gave."""
         y = torch.zeros_like(x)
@@ -216,3 +349,29 @@ class Loop(nn.Module):
             token, place = torch.where(ids == i)
             y.index_add_(0, token, expert(x[token] + y[token]) * weights[token, place, None])
         return y
+
+
+class StackedLoop(nn.Module):
+    """A loop over experts whose weights are rows of two tensors: gate and up in one product, or `transposed` with one
+    product up."""
+
+    def __init__(self, transposed: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.transposed, self.router = transposed, nn.Linear(4, 3, dtype=torch.float64)
+        self.up = nn.Parameter(torch.randn(*((3, 4, 6) if transposed else (3, 12, 4)), dtype=torch.float64))
+        self.down = nn.Parameter(torch.randn(*((3, 6, 4) if transposed else (3, 4, 6)), dtype=torch.float64))
+
+    def expert(self, x: torch.Tensor, i: int) -> torch.Tensor:
+        if self.transposed:
+            return F.gelu(x @ self.up[i]) @ self.down[i]
+        gate, up = F.linear(x, self.up[i]).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.down[i])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = torch.topk(self.router(x).softmax(-1), 2)
+        y = torch.zeros_like(x)
+        for i in range(3):
+            token, place = torch.where(ids == i)
+            y.index_add_(0, token, self.expert(x[token], i) * weights[token, place, None])
+        return (x + y).square().mean()

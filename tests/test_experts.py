@@ -14,7 +14,7 @@ import torch
 import transformers as hf
 from distributing import OneDevice, start_values, step_equals
 from expert_families import FAMILIES, family, text
-from experts import Layer, Loop, Routed, routed
+from experts import Layer, Loop, Routed, StackedLoop, routed
 from models import VOCAB
 from stepping import plain_step
 from torch import nn
@@ -399,8 +399,85 @@ def test_choices_of_experts_that_are_not_there():
     layer, batch = Layer(5), routed("few", 5)
     step = mycel.train_step(layer, torch.optim.SGD(layer.parameters(), lr=0.1), compile=False)
     assert step.expert_load(**batch)["the model"].tolist() == [0, 0, 0, *torch.bincount(batch["ids"].view(-1))[3:]]
-    with pytest.raises(RunError, match="of 16 choices 0 are among its 5 experts"):
+    with pytest.raises(RunError, match="choices of experts that are not there: ids must be 0 to 4"):
         step.expert_load(**{**batch, "ids": batch["ids"] + 5})
+
+
+class Idle(nn.Module):
+    """LongCat's layer: of its experts the last have no weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.router = written_out("longcat_flash").double(), nn.Linear(12, 8, dtype=torch.float64)
+        for p in self.layer.parameters():
+            torch.nn.init.normal_(p, std=0.4)
+
+    def forward(self, x):
+        weights, ids = torch.topk(self.router(x).sigmoid(), 3)
+        return self.layer(x, ids, weights).square().mean()
+
+
+def test_the_load_of_experts_some_of_which_have_no_weights():
+    model, x = Idle(), torch.randn(10, 12, dtype=torch.float64)
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False, expert_load=True)
+    expected = torch.topk(model.router(x), 3).indices.view(-1).bincount(minlength=8)[:5]
+    assert torch.equal(step.expert_load(x=x)["layer"], expected) and expected.sum() < 30
+    step(x=x)
+    assert torch.equal(step.expert_load()["layer"], expected.float())
+
+
+class Inner(nn.Module):
+    """A layer of experts inside of a model."""
+
+    def __init__(self, **more: int) -> None:
+        super().__init__()
+        self.mixture = Layer(5, **more)
+
+    def forward(self, x, ids, weights):
+        return self.mixture(x, ids, weights)
+
+
+@pytest.mark.parametrize("bad", [5, 261, -1])
+@pytest.mark.parametrize("more", [{}, {"capacity": 2}], ids=str)
+def test_a_step_names_the_layer_whose_choices_are_of_no_expert(bad, more):
+    model, batch = Inner(**more), routed("random", 5)
+    wrong = {**batch, "ids": batch["ids"].index_fill(0, torch.tensor(3), bad)}
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False)
+    step(**batch)
+    says = r"mixture: choices of experts that are not there: ids must be 0 to 4\n  at        .*experts\.py:\d+\n  try"
+    with pytest.raises(RunError, match=says):
+        step(**wrong)
+    with pytest.raises(RunError, match=r"mycel\.experts: choices of experts that are not there"):
+        model(**wrong)
+
+
+def test_ranks_name_the_layer_whose_choices_are_of_no_expert():
+    batch, mesh = routed("random", 5, chosen=1), Mesh(ep=2)
+    one = OneDevice.of(Inner(), batch)
+    distributed = one.under(Plan(mesh, {f"mixture.{name}": layout for name, layout in SPLIT.items()}, ["ep"]))
+    assert "exchange_rows" in operators(distributed.local)
+    values = start_values(one)
+    next(x for x in values if x.dtype == torch.int64 and x.ndim == 2)[3] = 5
+    parts = [spread_out(x, layout, mesh) for x, layout in zip(values, distributed.inputs, strict=True)]
+    with pytest.raises(RunError, match="mixture: choices of experts that are not there"):
+        simulate(distributed.local, mesh, parts)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "phimoe", "llama4"])
+def test_choices_of_a_topk_need_no_check(name):
+    model = family(name)
+    program = mycel.capture(lambda ids: model(input_ids=ids, use_cache=False).logits, text()["input_ids"])
+    assert "experts" in operators(program) and "assert_true" not in operators(program)
+
+
+@pytest.mark.parametrize("ends", [[3, 3, 6], [3, 2, 8], [3, 5, 9]])
+def test_counts_that_do_not_add_up(ends):
+    def f(x, w, ends):
+        return nn.functional.grouped_mm(x, w, offs=ends)
+
+    with pytest.raises(RunError, match=r"counts of groups that do not add up: \[3, .*\] are \d of 8 rows"):
+        mycel.jit(f)(torch.randn(8, 16), torch.randn(3, 16, 8), torch.tensor(ends, dtype=torch.int32))
 
 
 # -- experts change places
@@ -564,9 +641,45 @@ def test_a_loop_that_writes_where_a_mask_holds_is_one_operator(how):
     same_as_torch(model, x)
 
 
-@pytest.mark.parametrize("how", ["last_wins", "if_many"])
-def test_a_mask_that_says_more_stays_as_it_is(how):
-    model, x = Loop(how), torch.randn(6, 4, dtype=torch.float64)
+WAYS = ["continued", "length_asked", "counted", "hit", "hit_numbers", "unique", "tutorial", "unweighted", "overwritten"]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_ways_to_write_a_loop(how, recwarn):
+    """Also where one expert gets no token: the last has a bias."""
+    model, x = Loop(how, gated=how != "unique"), torch.randn(6, 4, dtype=torch.float64)
+    model.router.bias.data[2] = -9.0
+    program = mycel.capture(model, x)
+    names = operators(program)
+    assert "experts" in names and not names & {"cond", "index_add", "index_put"}
+    assert sum(e.op.name == "linear" for _, e in walk(program)) == 1  # the router
+    assert not [w for w in recwarn if "computes every one" in str(w.message)]
+    same_as_torch(model, x)
+
+
+def test_a_loop_whose_experts_get_weighed_tokens():
+    model, x = Loop("weighed_before"), torch.randn(6, 4, dtype=torch.float64)
+    names = operators(mycel.capture(model, x))
+    assert "experts" in names and "index_add" not in names
+    same_as_torch(model, x)
+    step_equals(OneDevice.of(model, {"x": x}), Plan(Mesh(dp=2), {}, ["dp"]))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_loop_over_rows_of_tensors_splits_over_ranks(transposed):
+    """Their rows are not put together again: the tensors are what ranks have parts of."""
+    model, x = StackedLoop(transposed), torch.randn(6, 4, dtype=torch.float64)
+    names = operators(mycel.capture(model, x))
+    assert "experts" in names and not names & {"index_add", "stack", "select"}
+    same_as_torch(model, x)
+    distributed = step_equals(OneDevice.of(model, {"x": x}), Plan(Mesh(ep=2), SPLIT, ["ep"]))
+    assert {"experts", "experts_grad"} <= operators(distributed.local)
+
+
+@pytest.mark.parametrize("tokens", [6, 96])
+@pytest.mark.parametrize("how", ["last_wins", "if_many", "if_many_places", "if_many_inside", "both_overwritten"])
+def test_a_mask_that_says_more_stays_as_it_is(how, tokens):
+    model, x = Loop(how), torch.randn(tokens, 4, dtype=torch.float64)
     assert "experts" not in operators(mycel.capture(model, x))
     same_as_torch(model, x)
 
@@ -577,6 +690,12 @@ def test_a_loop_that_does_more_stays_as_it_is(how):
     with pytest.warns(UserWarning, match=r"computes every one(.|\n)*mycel\.experts"):
         assert "experts" not in operators(mycel.capture(model, x))
     same_as_torch(model, x)
+
+
+@pytest.mark.parametrize("how", ["sorted_rows", "full_experts"])
+def test_a_loop_that_is_refused_is_told_how_to_write_it(how):
+    with pytest.raises(CaptureError, match=r"experts\.py:\d+\n(.|\n)*try       for a loop over experts .*mycel\.exp"):
+        mycel.capture(Loop(how), torch.randn(6, 4, dtype=torch.float64))
 
 
 class Linears(nn.Module):

@@ -440,6 +440,31 @@ def test_a_loop_that_outlives_its_counters_is_stopped():
         mycel.jit(model, strict=True)(ROWS)
 
 
+def keys(w, x):
+    kept = [i for i in range(3) if (x[i] * w).sum() > 0]
+    return x.sum() * len({k: k + 1 for k in kept})
+
+
+def items_of_a_set(w, x):
+    kept = []
+    for i in range(3):
+        if (x[i] * w).sum() > 0:
+            kept.append(i % 2)
+    return x.sum() * len(set(kept))
+
+
+@pytest.mark.parametrize("fn", [keys, items_of_a_set], ids=lambda f: f.__name__)
+def test_items_that_may_be_there_are_no_keys(fn):
+    """A dict would have all of them: such code stays Python."""
+    model = Of(fn)
+    run = mycel.jit(model)
+    for seed in range(5):
+        torch.manual_seed(seed)
+        with torch.no_grad():
+            model.w.copy_(torch.randn(3, dtype=torch.float64))
+        torch.testing.assert_close(run(ROWS), model(ROWS))
+
+
 def test_where_the_batch_decides_a_list_has_its_length():
     def kept(w, x):
         rows = []

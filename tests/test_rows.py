@@ -162,7 +162,6 @@ def test_ranks_agree_on_rows(plan):
     "program",
     [
         lambda h: h[h > 0],
-        lambda h: h[h > 0].sum() / len(h[h > 0]),
         lambda h: h[h[:, 0] > 0].cumsum(0).sum(),
         lambda h: h[h > 0].sort().values.mean(),
         lambda h: torch.cov(h[h[:, 0] > 0].T).sum(),
@@ -184,6 +183,7 @@ def test_what_mixes_rows_or_counts_them_is_refused(program):
     [
         lambda h: F.kl_div(h[h[:, 0] > 0], h[h[:, 0] > 0].sin().exp(), reduction="batchmean"),
         lambda h: h[h > 0].sum() / h[h > 0].numel() + h[h[:, 1] > 0].square().sum() / h[h[:, 1] > 0].shape[0],
+        lambda h: h[h > 0].sum() / len(h[h > 0]),
         lambda h: skipped(h, 5.0),
         lambda h: skipped(h, 0.0),
     ],
@@ -196,6 +196,48 @@ def test_their_number_is_one_of_the_program(program):
     torch.testing.assert_close(value, want.detach())
     torch.testing.assert_close(grad, torch.autograd.grad(want, weight)[0])
     mycel.jit(lambda x: program(x @ WEIGHT), strict=True)(x)
+
+
+def places_in_turn(h):
+    total = h.sum()
+    for i in (h[:, 0] > 0).nonzero():
+        total = total * 2 + h[i].sum()
+    return total
+
+
+def numbers_in_turn(h):
+    total = h.sum()
+    for i in torch.where(h[:, 0] > 0)[0].tolist():
+        total = total * 2 + h[i].sum() * i
+    return total
+
+
+def values_in_turn(h):
+    best, total = h.argmax(-1), h.sum()
+    for i in best.unique():
+        total = total * 2 + h[best == i].sum() * i
+    return total * len(torch.unique(best))
+
+
+@pytest.mark.parametrize("program", [places_in_turn, numbers_in_turn, values_in_turn])
+@pytest.mark.parametrize("shift", [0.0, -9.0, 9.0])
+def test_places_in_turn(program, shift):
+    """All places, each of which may be there."""
+    x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    want = program(x @ WEIGHT + shift)
+    value, grad = mycel.value_and_grad(lambda x: program(x @ WEIGHT + shift), strict=True)(x.detach())
+    torch.testing.assert_close(value, want.detach())
+    torch.testing.assert_close(grad, torch.autograd.grad(want, x)[0])
+
+
+def test_two_shapes_of_a_mask_are_one():
+    def f(h):
+        h, mask, y = h.unflatten(0, (2, 3)), (h[:, 0] > 0).view(2, 3), torch.zeros(2, 3, 4, dtype=h.dtype)
+        y[mask] += h.flatten(0, 1)[mask.flatten()].sin()
+        return y.square().sum()
+
+    x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(mycel.jit(lambda x: f(x @ WEIGHT), strict=True)(x), f(x @ WEIGHT))
 
 
 def skipped(h, least):

@@ -5,7 +5,7 @@ from mycel.capture.autograd import differentiate_with
 from mycel.capture.bind import MISS, bind, draw_key
 from mycel.capture.caches import growing, is_static_cache
 from mycel.capture.custom import trace_custom
-from mycel.capture.experts import traced_gate, traced_layer
+from mycel.capture.experts import no_such_expert, traced_gate, traced_layer
 from mycel.capture.facts import Facts, all_ones, make_room
 from mycel.capture.fence import refuse
 from mycel.capture.function import TRACING, Captured, capture, paused
@@ -48,6 +48,7 @@ __all__ = [
     "make_room",
     "mark_island",
     "meshed",
+    "no_such_expert",
     "opened",
     "paused",
     "refuse",

@@ -5,6 +5,7 @@ Enough to answer `torch.rand([]) < 0.0` (a layer that is never dropped) and to s
     uniform           0 < x < 1: that it is 0 at times (one in 2^24) is left out, for a rate of 0 is to mean never
     topk, argmax …    0 <= index < n
     reshape, cast …   as their operand
+    cat               as all of its operands
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ def bounds(x: Any, producers: Mapping[Var, Eqn]) -> Bounds | None:
     name = eqn.op.name
     if name in _SAME:
         return bounds(eqn.inputs[0], producers)
+    if eqn.op is o.cat:
+        known = [b for part in eqn.inputs if (b := bounds(part, producers)) is not None]
+        is_all = len(known) == len(eqn.inputs)
+        return (min(low for low, _ in known), max(high for _, high in known)) if is_all else None
     if name == "uniform" and x.dtype.itemsize >= 4:
         return math.ulp(0.0), math.nextafter(1.0, 0.0)
     if name in _INDICES and x is eqn.outputs[_INDICES[name]]:

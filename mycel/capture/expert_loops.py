@@ -12,7 +12,8 @@ arm that adds to y.  An arm is a layer's share if
     its mask         is `ids == e`, or says less than that (an expert has a capacity), whatever it is made of: computed
                      for ids that are all e, and for random ones
     its expert       is a product, something on elements, a product; in all arms alike
-    ids              are from a topk or argmax over as many scores as there are arms: no token has an expert twice
+    ids              are from a topk, argmax or max over as many scores as there are arms: no token has an expert twice
+    its branch       is taken wherever its mask holds for a row (`if len(token)`), where it stands in one
 
 All else stays as it was traced.  Loops that write where a mask holds are in `expert_masks.py`.
 """
@@ -27,10 +28,9 @@ from typing import Any
 
 import torch
 
-from mycel.capture.expert_masks import MaskedLoops
-from mycel.capture.experts import is_on_elements
+from mycel.capture.expert_masks import CHOICES, MaskedLoops
+from mycel.capture.expert_mlps import Mlp, mlp_of
 from mycel.ir import Atom, Block, Builder, Eqn, Program, Var, call, cond, prune, substitute
-from mycel.ir.types import NAMES
 from mycel.ops import o
 
 SMALL = 40  # equations: an expert has no more
@@ -38,13 +38,12 @@ PROBES = 3  # random choices for which a mask is computed
 
 
 @dataclass(frozen=True)
-class Mlp:
-    """down @ gate(up_0 @ x, up_1 @ x): `form` and `gate` as in `ops/gates.py`."""
+class OpenBranch:
+    """A branch that is open: taken where `test` is what `holds` says, else its result is `other`."""
 
-    x: Var
-    ups: tuple[tuple[Var, Var | None], ...]  # weight, bias
-    gate: str
-    down: tuple[Var, Var | None]
+    test: Atom
+    holds: bool
+    other: Atom
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,10 @@ class Arm:
     keep: Var
     tokens: torch.Tensor  # of all rows
     mlp: Mlp
-    weight: Var
+    weight: Var | None  # None: 1
+    adds: bool  # to what is there; else it stands in its place
     source: str  # where its rows are picked
+    branch: OpenBranch | None  # that it stands in
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,13 @@ class Routed:
             return shaped(x, self.shape)
         return o.permute(shaped(x, self.shape[::-1]), dims=(1, 0))
 
+    def rows_in_order(self, x: Var) -> Any:
+        """Rows -> a token's choices behind one another."""
+        if not self.by_choice:
+            return x
+        by_choice = o.reshape(x, shape=(*self.shape[::-1], x.shape[-1]))
+        return o.permute(by_choice, dims=(1, 0, 2))
+
 
 def merged_loops(program: Program) -> tuple[Program, set[str]]:
     """The program with its loops over experts as operators, and the lines of these."""
@@ -99,7 +107,7 @@ class Loops:
 
     def __init__(self, block: Block, blocks: Mapping[str, Block], open_branches: bool) -> None:
         self.block, self.b, self.open_branches = block, Builder(), open_branches
-        self.branches: dict[Var, tuple[Any, Any]] = {}  # results of a branch that is open: its condition, and what else
+        self.branches: dict[Var, OpenBranch] = {}  # by their results
         self.b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
         self.eqns: list[Eqn] = []
         self.same: dict[Atom, Atom] = {}
@@ -124,19 +132,23 @@ class Loops:
                 return merged
         return cls(block, blocks, False).merged(lines)
 
-    def _opened(self, eqn: Eqn, blocks: Mapping[str, Block]) -> Block | None:
+    def _opened(self, eqn: Eqn, blocks: Mapping[str, Block]) -> tuple[Block | None, OpenBranch | None]:
         """What is behind a call or, where they are to be open, a branch that else changes nothing."""
         if eqn.op is call:
-            return blocks[eqn.params["block"]]
+            return blocks[eqn.params["block"]], None
         if eqn.op is not cond or not self.open_branches or len(eqn.outputs) != 1:
-            return None
+            return None, None
         then, orelse = (blocks[eqn.params[k]] for k in ("then", "orelse"))
-        is_plain = not orelse.eqns and not any(e.op.effect or e.op.python or any(e.refs) for e in then.eqns)
-        return then if is_plain and orelse.outputs[0] in orelse.inputs else None
+        for body, other in ((then, orelse), (orelse, then)):
+            is_plain = not other.eqns and not any(e.op.effect or e.op.python or any(e.refs) for e in body.eqns)
+            if is_plain and body.eqns and other.outputs[0] in other.inputs:
+                old = eqn.inputs[1:][other.inputs.index(other.outputs[0])]  # type: ignore[arg-type]
+                return body, OpenBranch(self._value(eqn.inputs[0]), body is then, self._value(old))
+        return None, None
 
     def _inlined(self, eqn: Eqn, blocks: Mapping[str, Block]) -> Iterator[Eqn]:
         """Small blocks as their equations."""
-        body = self._opened(eqn, blocks)
+        body, branch = self._opened(eqn, blocks)
         if body is None or len(body.eqns) > (SMALL if eqn.op is call else 2 * SMALL):
             yield eqn
             return
@@ -149,11 +161,9 @@ class Loops:
             yield from self._inlined(moved, blocks)
         for v, x in zip(eqn.outputs, body.outputs, strict=True):
             self.same[v] = self._value(values.get(x, x) if isinstance(x, Var) else x)
-        if eqn.op is cond:
-            orelse = blocks[eqn.params["orelse"]]
-            old = given[orelse.inputs.index(orelse.outputs[0])]  # type: ignore[arg-type]
-            chosen = self.same[eqn.outputs[0]]
-            self.branches[chosen] = self._value(eqn.inputs[0]), self._value(old)  # type: ignore[index]
+        result = self.same[eqn.outputs[0]]
+        if branch is not None and isinstance(result, Var):
+            self.branches[result] = branch
 
     def _value(self, x: Atom) -> Atom:
         return self.same.get(x, x) if isinstance(x, Var) else x
@@ -294,41 +304,48 @@ class Loops:
     def arm(self, eqn: Eqn) -> Arm | None:
         """An equation that adds an expert's rows."""
         if eqn.op is o.index_add and eqn.params.get("dim") == 0:
-            before, index, rows = eqn.inputs[:3]
-            covered = self.of(rows, o.where)
+            before, index, added = eqn.inputs[:3]
+            covered = self.of(added, o.where)
             if covered is None or covered.inputs[2] != 0:
                 return None
-            return self._arm(eqn.outputs[0], before, index, covered.inputs[0], covered.inputs[1])
+            return self._arm(eqn.outputs[0], before, index, covered.inputs[0], covered.inputs[1], True)
         put = self.of(eqn.inputs[0], o.index_put) if eqn.op is o.slice and eqn.inputs else None
         padded = self.of(put.inputs[0], o.pad) if put is not None and put.params.get("at") == (0,) else None
         if put is None or padded is None:
             return None
-        total, where = self.of(self.plain(put.inputs[1]), o.add), self.of(put.inputs[2], o.where)
+        rows: Any = put.inputs[1]
+        where, total = self.of(put.inputs[2], o.where), self.of(self.plain(rows), o.add)
+        if where is None:
+            return None
         old = self.of(total.inputs[0], o.index) if total is not None else None
-        if total is None or where is None or old is None or old.inputs[0] != padded.inputs[0]:
+        adds = old is not None and old.inputs[0] == padded.inputs[0]
+        if adds and self.plain(old.inputs[1]) != self.plain(where.inputs[1]):  # type: ignore[union-attr]
             return None
-        if self.plain(old.inputs[1]) != self.plain(where.inputs[1]):
-            return None
-        return self._arm(eqn.outputs[0], padded.inputs[0], where.inputs[1], where.inputs[0], total.inputs[1])
+        rows = total.inputs[1] if adds and total is not None else rows
+        return self._arm(eqn.outputs[0], padded.inputs[0], where.inputs[1], where.inputs[0], rows, adds)
 
-    def _arm(self, out: Var, before: Any, index: Any, lane: Any, rows: Any) -> Arm | None:
+    def _arm(self, out: Var, before: Any, index: Any, lane: Any, rows: Any, adds: bool) -> Arm | None:
         index, keep = self.plain(index), self.plain(lane)
         columns = self.of(index, o.unbind, o.select)
         chosen = self.of(self.plain(columns.inputs[0] if columns is not None else index), o.where)
         if chosen is None or not isinstance(before, Var) or self.flat(chosen.inputs[0]) != self.flat(keep):
             return None
-        places = chosen.inputs[1]
-        if self.constant(places) is None:
+        places, branch = chosen.inputs[1], self.branches.get(out)
+        if self.constant(places) is None or (branch is not None and self.plain(branch.other) != self.plain(before)):
             return None
         values = {chosen.outputs[0]: places}
         tokens = self.constant(self.again(index, values))
-        product = self.of(self.plain(self.again(rows, values)), o.mul)
-        if tokens is None or product is None or out.ndim != 2:
+        rows = self.plain(self.again(rows, values))
+        if tokens is None or out.ndim != 2:
             return None
-        for y, weight in (product.inputs, product.inputs[::-1]):
-            mlp = self.mlp(y)
-            if mlp is not None and isinstance(weight, Var) and weight.type.numel == tokens.numel():
-                return Arm(out, before, self.flat(keep), tokens.reshape(-1), mlp, weight, chosen.source)
+        product = self.of(rows, o.mul)
+        for y, weight in [*((product.inputs, product.inputs[::-1]) if product is not None else ()), (rows, None)]:
+            mlp = mlp_of(self, y)
+            if mlp is None or (weight is not None and not isinstance(weight, Var)):
+                continue
+            if weight is None or weight.type.numel == tokens.numel():
+                flat = self.flat(keep)
+                return Arm(out, before, flat, tokens.reshape(-1), mlp, weight, adds, chosen.source, branch)
         return None
 
     def flat(self, mask: Any) -> Any:
@@ -337,70 +354,26 @@ class Loops:
         ne = self.of(mask, o.ne)
         return self.plain(ne.inputs[0]) if ne is not None and ne.inputs[1] == 0 else mask
 
-    # -- experts
-
-    def mlp(self, y: Any) -> Mlp | None:
-        """What an expert does with rows."""
-        down = self.product(y)
-        if down is None:
-            return None
-        ups: dict[Var, tuple[Var, Var, Var | None]] = {}
-        gate = self.text(down[0], ups)
-        rows = {x for x, _, _ in ups.values()}
-        if gate is None or len(rows) != 1 or len(ups) > 2 or len({w.shape for _, w, _ in ups.values()}) != 1:
-            return None
-        return Mlp(rows.pop(), tuple((w, bias) for _, w, bias in ups.values()), gate, down[1:])
-
-    def product(self, y: Any) -> tuple[Var, Var, Var | None] | None:
-        """x, w and b of x @ w.T + b."""
-        bias: Any = None
-        y = self.plain(y)
-        added = self.of(y, o.add)
-        if added is not None and isinstance(added.inputs[1], Var) and added.inputs[1].ndim == 1:
-            y, bias = added.inputs
-        linear = self.of(y, o.linear)
-        w: Any = linear.inputs[1] if linear is not None else None
-        return (self.plain(linear.inputs[0]), w, bias) if linear is not None and w.ndim == 2 else None
-
-    def text(self, x: Any, ups: dict[Var, tuple[Var, Var, Var | None]]) -> str | None:
-        """Something on elements of products, as text; the products are added to `ups`."""
-        x = self.plain(x)
-        product = self.product(x)
-        if product is not None:
-            ups.setdefault(x, product)
-            return "ab"[list(ups).index(x)] if len(ups) <= 2 else None
-        eqn = self.producers.get(x, (None, 0))[0]
-        if eqn is None or eqn.op.vjp is None or len(eqn.outputs) != 1 or not is_on_elements(eqn):
-            return None
-        operands = [self.text(v, ups) if isinstance(v, Var) else repr(v) for v in eqn.inputs]
-        if None in operands:
-            return None
-        params = [f"{k}={NAMES.get(v, repr(v))}" for k, v in eqn.params.items()]
-        return f"{eqn.op.name}({', '.join([*map(str, operands), *params])})"
-
     # -- all of them
 
     def _merge(self, chain: list[Arm], uses: Counter[Var], lines: set[str]) -> bool:
         """Arms that add to each other -> one operator, where they are a layer of experts."""
         first, last = chain[0], chain[-1]
-        reads = 1 if self.producers[last.out][0].op is o.index_add else 2  # y[token] += … reads y as well
+        is_put = self.producers[last.out][0].op is not o.index_add
+        reads = 2 if is_put and last.adds else 1  # y[token] += … reads y as well
         if len(chain) < 2 or any(uses[arm.out] != reads for arm in chain[:-1]):
             return False
-        if any(
-            (arm.mlp.x, arm.mlp.gate, arm.weight) != (first.mlp.x, first.mlp.gate, first.weight)
-            or _types(arm.mlp) != _types(first.mlp)
-            for arm in chain
-        ):
+        if any((arm.mlp.kind, arm.weight, arm.adds) != (first.mlp.kind, first.weight, first.adds) for arm in chain):
             return False
         tokens = last.out.shape[0]
         routed = self.routed(first, tokens, len(chain))
-        x = self.tokens_of(first, tokens)
-        if routed is None or x is None:
+        if routed is None or first.mlp.x.type.numel != routed.ids.type.numel * first.mlp.x.shape[-1]:
             return False
         masks = [self.mask_of(arm, e, routed, len(chain)) for e, arm in enumerate(chain)]
-        if "" in masks:
+        all_count = "some" not in masks
+        if "" in masks or not (first.adds or (all_count and routed.shape[1] == 1)):  # each row is written once
             return False
-        self._write(chain, x, routed, all_count="all" in masks and "some" not in masks)
+        self._write(chain, self.tokens_of(first, tokens), routed, all_count)
         lines.update(arm.source for arm in chain)
         return True
 
@@ -422,7 +395,7 @@ class Loops:
     def _is_chosen(self, x: Var, experts: int) -> bool:
         """Are these positions of the largest of so many scores?"""
         eqn, i = self.producers.get(self.plain(x), (None, 0))
-        if eqn is None or (eqn.op, i) not in ((o.topk, 1), (o.argmax, 0)):
+        if eqn is None or (eqn.op, i) not in CHOICES:
             return False
         scores: Any = eqn.inputs[0]
         return bool(scores.shape[-1] == experts and eqn.params.get("dim") == scores.ndim - 1)
@@ -431,14 +404,23 @@ class Loops:
         """Does an arm's mask say which choices are e ("all"), or which of these count ("some")?  Empty: neither."""
         if not torch.equal(arm.tokens, routed.rows(torch.arange(routed.tokens)[:, None].expand(*routed.shape))):
             return ""
-        which, shape = "all", tuple(routed.ids.shape)
-        probes: list[dict[Var, Any]] = [{routed.ids: torch.full(shape, e)}, *self.random_choices(routed.ids, experts)]
-        for values in probes:
+        which = "all"
+        ids = [*extreme_choices(tuple(routed.ids.shape), e, experts)]
+        for values in [*({routed.ids: x} for x in ids), *self.random_choices(routed.ids, experts)]:
             mask, hit = self.evaluated(arm.keep, values), routed.rows(values[routed.ids].reshape(routed.shape)) == e
             if mask is None or ((counts := mask.reshape(-1) != 0) & ~hit).any() or (hit.any() and not counts.any()):
                 return ""
+            if not self.is_taken(arm.branch, counts, values):
+                return ""
             which = which if torch.equal(counts, hit) else "some"
         return which
+
+    def is_taken(self, branch: OpenBranch | None, rows: torch.Tensor, values: dict[Var, Any]) -> bool:
+        """Is a branch taken at least where there are rows, for these choices?"""
+        if branch is None:
+            return True
+        test = self.evaluated(branch.test, values)
+        return test is not None and (bool(test) == branch.holds or not rows.any())
 
     def random_choices(self, ids: Var, experts: int) -> list[dict[Var, Any]]:
         """Values of ids, the same for all arms, which share what is computed of them."""
@@ -471,20 +453,35 @@ class Loops:
         is_all = all(x is not None and torch.equal(x.reshape(-1), y) for x, y in zip(at, wanted, strict=True))
         return weights if is_all else None
 
-    def _write(self, chain: list[Arm], x: Var, routed: Routed, all_count: bool) -> None:
-        """The operator in the place of the last arm."""
+    def _write(self, chain: list[Arm], x: Var | None, routed: Routed, all_count: bool) -> None:
+        """The operator in the place of the last arm; where experts get more than their tokens (x: None), each choice is
+        a row of its own."""
         first, last = chain[0], chain[-1]
         with self.writing(last.out):
-            weights = self.all_weights(first, routed)
-            weights = routed.in_order(first.weight) if weights is None else shaped(weights, routed.shape)
+            weights = self.weights_of(first, routed)
             ids, more = shaped(routed.ids, routed.shape), {}
             if not all_count:
                 ids = o.where(routed.in_order(_any([arm.keep for arm in chain])), ids, len(chain))
                 more = {"elsewhere": 1}
-            y = self.layer([arm.mlp for arm in chain], x, ids, weights, **more)
+            mlps = [arm.mlp for arm in chain]
+            if x is not None:
+                y = self.layer(mlps, x, ids, weights, **more)
+            else:
+                n = routed.ids.type.numel
+                rows = routed.rows_in_order(first.mlp.x)
+                each = self.layer(mlps, rows, shaped(ids, (n, 1)), shaped(weights, (n, 1)), **more)
+                y = o.sum(o.reshape(each, shape=(*routed.shape, each.shape[1])), dims=(1,))
             start = self.of(first.before, o.full)
-            y = y if start is not None and start.inputs[0] == 0 else o.add(first.before, y)
+            is_new = not first.adds or (start is not None and start.inputs[0] == 0)
+            y = y if is_new else o.add(first.before, y)
         self.same[last.out] = y
+
+    def weights_of(self, arm: Arm, routed: Routed) -> Any:
+        """By token and choice."""
+        if arm.weight is None:
+            return o.full(1.0, shape=routed.shape, dtype=arm.mlp.x.dtype)
+        weights = self.all_weights(arm, routed)
+        return routed.in_order(arm.weight) if weights is None else shaped(weights, routed.shape)
 
     @contextlib.contextmanager
     def writing(self, place: Var) -> Iterator[None]:
@@ -497,14 +494,32 @@ class Loops:
 
     def layer(self, mlps: Sequence[Mlp], x: Var, ids: Any, weights: Any, **more: int) -> Any:
         """A layer of these experts, whose weights are put together."""
-        stacked = lambda parts: o.stack(*parts, dim=0)
-        both = lambda parts: parts[0] if len(parts) == 1 else o.cat(*parts, dim=0)
-        bias = lambda pairs: None if pairs[0][0] is None else stacked([both(p) for p in pairs])
-        up = stacked([both([w for w, _ in mlp.ups]) for mlp in mlps])
+        one, last = mlps[0], 1 if mlps[0].transposed else 0  # the dim of what a product gives
+        both = lambda parts, dim: parts[0] if len(parts) == 1 else o.cat(*parts, dim=dim)
+        bias = lambda pairs: None if pairs[0][0] is None else self.stacked([both(p, 0) for p in pairs])
+        up = self.stacked([both([w for w, _ in mlp.ups], last) for mlp in mlps])
         up_bias = bias([[c for _, c in mlp.ups] for mlp in mlps])
-        down, down_bias = stacked([mlp.down[0] for mlp in mlps]), bias([[mlp.down[1]] for mlp in mlps])
-        form, rows = "whole" if len(mlps[0].ups) == 1 else "halves", shaped(x, (ids.shape[0], x.shape[-1]))
-        return o.experts(rows, ids, weights, up, down, up_bias, down_bias, gate=mlps[0].gate, form=form, **more)
+        down, down_bias = self.stacked([mlp.down[0] for mlp in mlps]), bias([[mlp.down[1]] for mlp in mlps])
+        how: dict[str, Any] = {"gate": one.gate, "form": one.form, **({"transposed": True} if one.transposed else {})}
+        rows = shaped(x, (ids.shape[0], x.shape[-1]))
+        return o.experts(rows, ids, weights, up, down, up_bias, down_bias, **how, **more)
+
+    def stacked(self, parts: Sequence[Any]) -> Any:
+        """One tensor of all experts: that of which they are the rows, where there is one."""
+        eqns = [self.of(part, o.select) for part in parts]
+        places = [(e.inputs[0], e.params["dim"], e.params["index"]) for e in eqns if e is not None]
+        whole: Any = places[0][0] if places else None
+        if places and whole.shape[0] == len(parts) and places == [(whole, 0, i) for i in range(len(parts))]:
+            return whole
+        return o.stack(*parts, dim=0)
+
+
+def extreme_choices(shape: tuple[int, ...], e: int, experts: int) -> Iterator[torch.Tensor]:
+    """Choices that are all of expert e, and one of them alone: what asks how many there are differs here."""
+    yield torch.full(shape, e)
+    alone = torch.full(shape, (e - 1) % experts)
+    alone.view(-1)[0] = e
+    yield alone
 
 
 def shaped(x: Var, shape: tuple[int, ...]) -> Any:
@@ -523,8 +538,3 @@ def _any(masks: list[Var]) -> Any:
 def _is_known(eqn: Eqn) -> bool:
     """Can it be computed here and now, from its operands?"""
     return not (any(eqn.refs) or eqn.op.effect or eqn.op.python or eqn.op.by_rank)
-
-
-def _types(mlp: Mlp) -> list[Any]:
-    """Of its weights and biases."""
-    return [None if w is None else w.type for pair in (*mlp.ups, mlp.down) for w in pair]

@@ -23,13 +23,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mycel.capture.expert_mlps import Mlp, mlp_of
 from mycel.ir import Eqn, Var
 from mycel.ops import o
 
 if TYPE_CHECKING:
-    from mycel.capture.expert_loops import Loops, Mlp
+    from mycel.capture.expert_loops import Loops, OpenBranch
 
 PROBES, FEW, MANY = 8, 2, 4096  # random choices for which masks are computed: fewer, where each is of many tokens
+CHOICES = ((o.topk, 1), (o.argmax, 0), (o.max_dim, 1))  # which result of which operator says who is chosen
 ANY, FLAT = "any", "flat"  # of choices; or the number of the choice that is compared
 
 
@@ -43,14 +45,13 @@ class MaskedArm:
     adds: bool
     mlp: Mlp
     weight: Var | None
-    asked: Var | None  # the condition of the branch it stands in
+    branch: OpenBranch | None  # that it stands in
     source: str
 
     @property
     def expert(self) -> tuple[Any, ...]:
         """What arms of one layer have in common."""
-        m = self.mlp
-        return m.x, m.gate, self.adds, [None if w is None else w.type for pair in (*m.ups, m.down) for w in pair]
+        return *self.mlp.kind, self.adds
 
 
 @dataclass(frozen=True)
@@ -104,8 +105,8 @@ class MaskedLoops:
         if mask not in self.chosen or eqn.outputs[0] in self.chosen[mask] or not isinstance(eqn.inputs[2], Var):
             return None
         out, before = eqn.outputs[0], eqn.inputs[2]
-        asked, kept = self.loops.branches.get(out, (None, before))
-        if self.loops.plain(kept) != self.loops.plain(before):
+        branch = self.loops.branches.get(out)
+        if branch is not None and self.loops.plain(branch.other) != self.loops.plain(before):
             return None
         rows = self.loops.plain(eqn.inputs[1])
         total, adds = self.loops.of(rows, o.add), False
@@ -116,12 +117,12 @@ class MaskedLoops:
         product = self.loops.of(rows, o.mul)
         pairs = [*((product.inputs, product.inputs[::-1]) if product is not None else ()), (rows, None)]
         for y, weight in pairs:
-            mlp = self.loops.mlp(y)
+            mlp = mlp_of(self.loops, y)
             weight = self.loops.plain(weight)
             if mlp is not None and (
                 weight is None or (isinstance(weight, Var) and weight.type.numel == mask.type.numel)
             ):
-                return MaskedArm(out, before, mask, adds, mlp, weight, asked, eqn.source)
+                return MaskedArm(out, before, mask, adds, mlp, weight, branch, eqn.source)
         return None
 
     # -- what masks hold for
@@ -156,7 +157,7 @@ class MaskedLoops:
                 continue
             seen.add(x)
             eqn, i = self.loops.producers.get(x, (None, 0))
-            if eqn is not None and (eqn.op, i) in ((o.topk, 1), (o.argmax, 0)):
+            if eqn is not None and (eqn.op, i) in CHOICES:
                 scores: Any = eqn.inputs[0]
                 if eqn.params.get("dim") == scores.ndim - 1:
                     yield self._probed(x, scores.shape[-1], x.shape[-1] if eqn.op is o.topk else 1)
@@ -186,14 +187,20 @@ class MaskedLoops:
             all_and_none = (choices.all_to[e], choices.all_to[e - 1])
             held = [self._held(arm, values) for values in all_and_none]
             if all(x is not None and bool(x.all() if i == 0 else not x.any()) for i, x in enumerate(held)):
-                return which, e
+                return (which, e) if self._holds_for_one(arm, which, e, choices) else None
         return None
+
+    def _holds_for_one(self, arm: MaskedArm, which: Any, e: int, choices: Choices) -> bool:
+        """Is it the same where a single token chooses the expert?  A branch may ask for more."""
+        alone = torch.full(choices.shape, (e - 1) % choices.experts)
+        alone[0, which if isinstance(which, int) else 0] = e
+        held = self._held(arm, {choices.ids: alone.reshape(tuple(choices.ids.shape))})
+        return held is not None and torch.equal(held, choices.held(alone, which, e))
 
     def _held(self, arm: MaskedArm, values: dict[Var, Any]) -> torch.Tensor | None:
         """An arm's mask for some ids; None where it depends on others, or the branch around it asks something else."""
         mask = self.loops.evaluated(arm.mask, values)
-        asked = self.loops.evaluated(arm.asked, values) if arm.asked is not None and mask is not None else None
-        if mask is None or (arm.asked is not None and (asked is None or bool(asked) != bool(mask.any()))):
+        if mask is None or not self.loops.is_taken(arm.branch, mask, values):
             return None
         return mask.reshape(-1)  # type: ignore[no-any-return]
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mycel.capture.bounds import bounds
 from mycel.capture.fence import refuse
 from mycel.capture.trace import TRACING, Tracer
 from mycel.ir import Eqn, Var
@@ -197,6 +198,8 @@ def traced_layer(
 
     def rule(x: Var, ids: Var, weights: Var, up: Var, *rest: Any) -> Any:
         ids = ids if ids.dtype == torch.int64 else o.cast(ids, dtype=torch.int64)
+        if not elsewhere:
+            _check_choices(tracer, ids, up.shape[0])
         rows = x if x.dtype == up.dtype else o.cast(x, dtype=up.dtype)
         more = {"elsewhere": 1} if elsewhere or capacity is not None else {}
         if capacity is not None:
@@ -206,6 +209,25 @@ def traced_layer(
 
     y: torch.Tensor = tracer.wrap(tracer.apply(rule, operands, {}))
     return y
+
+
+def _check_choices(tracer: Tracer, ids: Var, experts: int) -> None:
+    """A check at run time that choices are of experts that are there, unless that is known: those of a topk are."""
+    known = bounds(ids, tracer.producers)
+    if known is not None and 0 <= known[0] <= known[1] < experts:
+        return
+    is_there = o.logical_and(o.ge(ids, 0), o.lt(ids, experts))
+    message = no_such_expert(tracer.regions[-1].path, experts, tracer.source)
+    o.assert_true(o.all(is_there, dims=tuple(range(ids.ndim))), message=message)
+
+
+def no_such_expert(layer: str, experts: int, source: str = "") -> str:
+    """What is said where a layer's choices are not among its experts."""
+    return (
+        f"{layer or 'the layer of experts'}: choices of experts that are not there: ids must be 0 to {experts - 1}\n"
+        + (f"  at        {source}\n" if source else "")
+        + "  try       ids from torch.topk over as many scores as there are experts"
+    )
 
 
 def within(ids: Var, experts: int, capacity: int) -> Any:

@@ -132,9 +132,12 @@ READS = {
 }
 
 
-def refuse_read(name: str, source: str = "") -> CaptureError:
+EXPERTS = "for a loop over experts and the tokens of each: mycel.experts(x, ids, weights, up, down, gate=…); "
+
+
+def refuse_read(name: str, source: str = "", routed: bool = False) -> CaptureError:
     """Reading the value of a traced tensor, on the user's current line or that of an equation.  Where a library decides
-    by it, it is captured once more, rewritten."""
+    by it, it is captured once more, rewritten.  `routed`: in code that chooses experts, as it seems."""
     if name == "__bool__":
         _open_library()
         hint = _decision_hint()
@@ -143,6 +146,7 @@ def refuse_read(name: str, source: str = "") -> CaptureError:
             "keep it a tensor (0-dim tensors index, compare and multiply), or compute it outside and pass it as an "
             "argument"
         )
+        hint = EXPERTS + hint if routed and name in ("item", "tolist", "__int__", "__index__") else hint
     what = f"{READS[name]} a traced tensor, whose value is not known while the program is captured"
     return refuse(what, hint, source)
 
@@ -166,11 +170,5 @@ def _decision_hint() -> str:
 def refuse_dynamic(name: str, routed: bool = False) -> CaptureError:
     """An operator whose output shape depends on values; `routed`: in code that chooses experts, as it seems."""
     hint = "torch.where(mask, x, 0) or masked_fill instead of x[mask]; topk instead of nonzero"
-    if routed:
-        hint = (
-            "for a loop over experts and the tokens of each: mycel.experts(x, ids, weights, up, down, gate=…); " + hint
-        )
-    return refuse(
-        f"{name} has a shape that depends on the values of its input; a program has static shapes",
-        hint,
-    )
+    what = f"{name} has a shape that depends on the values of its input; a program has static shapes"
+    return refuse(what, EXPERTS + hint if routed else hint)

@@ -27,7 +27,7 @@ from mycel.errors import CaptureError
 
 _OPERATORS = (
     "add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul and or xor neg "
-    "abs lt le gt ge eq ne getitem setitem iter len bool float int index contains"
+    "abs lt le gt ge eq ne getitem setitem iter len bool float int index contains hash"
 )
 
 

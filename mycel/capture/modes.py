@@ -25,6 +25,7 @@ from mycel.capture.autograd import (
     traced_grad,
 )
 from mycel.capture.bounds import bounds
+from mycel.capture.chosen_places import possible_places
 from mycel.capture.custom import trace_custom
 from mycel.capture.fence import READS, refuse, refuse_read
 from mycel.capture.hooks import hook_value
@@ -335,13 +336,15 @@ def _read(tracer: Tracer, name: str, x: torch.Tensor, *args: Any, **kwargs: Any)
     if name == "__contains__":
         with tracer.mode:
             return _read(tracer, "__bool__", (x == args[0]).any())
+    if name == "tolist" and (places := possible_places(tracer, x, as_numbers=True)) is not None:
+        return places
     value = tracer.concrete(x) if name == "data_ptr" else tracer.fact(x)
     if value is None and name == "item" and x.numel() == 1:
         return as_number(tracer, x)
     if value is None and name == "tolist" and x.numel() <= MOST_NUMBERS:
         return _numbers(tracer, x)
     if value is None:
-        raise refuse_read(name)
+        raise refuse_read(name, routed=tracer.has_choices())
     with _disable_current_modes():
         return getattr(torch.Tensor, name)(value, *args, **kwargs)
 

@@ -5,6 +5,7 @@
     f(h[mask]).mean()     ─▶  sum(where(mask, …, 0)) / sum(mask)         a sum, a maximum; others by `Op.of_rows`
     y[mask] = f(h[mask])  ─▶  where(mask, …, y)
     nonzero(mask)         ─▶  all places; those that do not count are one of those that do
+    for i in nonzero(mask): f(i)   ─▶  if mask[0]: f(0); if mask[1]: f(1); …
 
 What does not count is a copy of a row that does: whatever is computed of it is a number where the chosen rows give
 numbers, and no gradient comes from it.  Whether an operator treats rows by themselves is read from its dims.  What asks
@@ -24,7 +25,7 @@ import torch
 
 from mycel.capture.fence import refuse
 from mycel.errors import CaptureError
-from mycel.ir import CONTROL, Op, Type, Var, is_float
+from mycel.ir import CONTROL, Eqn, Op, Type, Var, is_float
 from mycel.ops import o
 
 _WARNED: set[str] = set()  # lines that were told of
@@ -114,10 +115,10 @@ def choose(record: Record, x: Var, mask: Var, front: int, source: str) -> Var:
     if mask in record.rows:  # of rows chosen before: those of both masks
         x, mask = _chosen_again(record, x, mask, front)
     record.refuse_rows([x], "another mask chooses of them")
-    mask = known_mask(record, mask)
     behind = x.shape[front + mask.ndim :]
     n = mask.type.numel
     rows = o.reshape(x, shape=(*x.shape[:front], n, *behind))
+    mask = known_mask(record, mask)
     keep = _flat(mask)
     lane = o.reshape(keep, shape=(n, *(1 for _ in behind)))
     first = o.reshape(o.argmax(o.cast(keep, dtype=torch.int64), dim=0), shape=(1,))
@@ -151,13 +152,33 @@ def places(record: Record, x: Var, source: str) -> Var:
     return choose(record, o.reshape(o.stack(*reversed(columns), dim=1), shape=(*x.shape, x.ndim)), mask, 0, source)
 
 
+def all_of_chosen(record: Record, x: Var) -> tuple[Var, Var] | None:
+    """Chosen rows -> all rows of which they were chosen, and which count; None where more was done with them than
+    changes of shape."""
+    rows = record.rows[x]
+    if rows.dim or rows.spread:
+        return None
+    steps: list[tuple[Eqn, int]] = []
+    v = x
+    while (eqn := record.producers.get(v)) is not None and eqn.op in (o.reshape, o.unbind, o.select, o.cast):
+        steps.append((eqn, eqn.outputs.index(v)))
+        v = eqn.inputs[0]  # type: ignore[assignment]
+    if eqn is None or eqn.op is not o.where or v.shape[0] != rows.keep.shape[0]:
+        return None
+    every: Any = eqn.inputs[1]
+    for step, i in reversed(steps):
+        outs = step.op(every, **step.params)
+        every = outs[i] if isinstance(outs, tuple) else outs
+    return every, unmarked(record, rows.keep, rows.keep.shape)
+
+
 def put(record: Record, x: Var, mask: Var, front: int, value: Var, accumulate: bool) -> Var:
     """x[..., mask] = value, the rows of that mask."""
     rows = record.rows[value]
-    mask = known_mask(record, mask)
     behind = x.shape[front + mask.ndim :]
-    if rows.mask != mask or rows.spread or rows.dim != value.ndim - len(behind) - 1:
+    if rows.mask != known_mask(record, mask) or rows.spread or rows.dim != value.ndim - len(behind) - 1:
         raise refuse_rows(rows.source, "they are written where another mask holds")
+    mask = o.cast(mask, dtype=torch.bool) if mask.dtype == torch.uint8 else mask
     value = unmarked(record, value, (*value.shape[: rows.dim], *mask.shape, *value.shape[rows.dim + 1 :]))
     lane = o.reshape(mask, shape=(*mask.shape, *(1 for _ in behind)))
     value = o.cast(value, dtype=x.dtype) if value.dtype != x.dtype else value
@@ -172,12 +193,20 @@ def unmarked(record: Record, value: Var, shape: Sequence[int]) -> Var:
 
 
 def known_mask(record: Record, mask: Var) -> Var:
-    """The mask, or one with the same value that rows were chosen by before."""
+    """The mask, or one with the same value, perhaps in another shape, that rows were chosen by before."""
     mask = o.cast(mask, dtype=torch.bool) if mask.dtype == torch.uint8 else mask
+    unshaped = _unshaped(record, mask)
     for rows in record.rows.values():
-        if rows.mask.type == mask.type and _is_same(record, rows.mask, mask):
+        if _is_same(record, _unshaped(record, rows.mask), unshaped) and rows.mask.type.numel == mask.type.numel:
             return rows.mask
     return mask
+
+
+def _unshaped(record: Record, x: Var) -> Var:
+    """What x is but for its shape."""
+    while (eqn := record.producers.get(x)) is not None and eqn.op is o.reshape and isinstance(eqn.inputs[0], Var):
+        x = eqn.inputs[0]
+    return x
 
 
 def _is_same(record: Record, a: Any, b: Any, depth: int = 8) -> bool:

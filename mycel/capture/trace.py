@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mycel.capture.alias import Cell, view_cells
+from mycel.capture.chosen_places import present_values
 from mycel.capture.dynamic import FORMS, columns_of
 from mycel.capture.facts import GIVEN
 from mycel.capture.fence import here, refuse, refuse_dynamic, refuse_read
@@ -225,7 +226,7 @@ class Tracer(Record):
                 return bool(torch.isclose(*args, **kwargs).all())
         values = [self.fact(x) if isinstance(x, torch.Tensor) else x for x in args]
         if any(v is None for v, x in zip(values, args, strict=True) if x is not None):
-            raise refuse_read(read)
+            raise refuse_read(read, routed=self.has_choices())
         return func(*values, **kwargs)
 
     def _dynamic(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -241,6 +242,12 @@ class Tracer(Record):
                     return self.wrap(places(self, self.value(args[0]), self.source))
             with self:
                 return self.wrap(FORMS[func](self, *args, **kwargs))
+        if func is torch.ops.aten._unique2.default and self._may_choose(args[0]):
+            self.here()
+            present = present_values(self, *args)
+            if present is not None:
+                self.picks_rows = True
+                return present
         values = torch.utils._pytree.tree_map(self._concrete_or_refuse(func), list(args))
         self.here()
         outs = func(*values, **kwargs)
@@ -331,8 +338,12 @@ class Tracer(Record):
         """The value that an operator of this name needs to know its shape."""
         value = self.fact(x)
         if value is None:
-            raise refuse_dynamic(name, routed=any(eqn.op is o.topk for eqn in self.producers.values()))
+            raise refuse_dynamic(name, routed=self.has_choices())
         return value
+
+    def has_choices(self) -> bool:
+        """Does the code choose experts, as it seems: by a topk, or the largest with its place?"""
+        return any(eqn.op in (o.topk, o.max_dim) for eqn in self.producers.values())
 
     def _view(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], before: int, out: Any) -> Any:
         base = self.cell(args[0])

@@ -136,9 +136,22 @@ def grouped_mm(a, b, counts):
     return torch._grouped_mm(a, b, offs=ends)
 
 
+def sizes_of_groups(counts, rows):
+    """How many rows each group has, as Python's numbers: they are all rows."""
+    from mycel.errors import RunError
+
+    sizes = counts.tolist()
+    if sum(sizes) != rows or min(sizes, default=0) < 0:
+        raise RunError(
+            f"counts of groups that do not add up: {sizes} are {sum(sizes)} of {rows} rows\n"
+            "  try       counts of 0 and more, or ends (offs) that rise, with every row in a group"
+        )
+    return sizes
+
+
 def segments(x, w, counts):
     """Each expert's rows of x with its matrix w[e]: k n, one after the other."""
-    sizes = counts.tolist()
+    sizes = sizes_of_groups(counts, x.shape[0])
     if torch.is_grad_enabled():
         return torch.cat([part @ w[e] for e, part in enumerate(x.split(sizes))])
     y, start = x.new_empty(x.shape[0], w.shape[2]), 0
@@ -201,7 +214,7 @@ def grouped_weight(g, x, counts):
     """The gradient of a grouped product's weights: for each group its rows of g against its rows of x"""
     if is_grouped(g, x):
         return grouped_mm(g.t(), x, counts)
-    sizes = counts.tolist()
+    sizes = sizes_of_groups(counts, x.shape[0])
     return torch.stack([a.t() @ b for a, b in zip(g.split(sizes), x.split(sizes), strict=True)])
 
 

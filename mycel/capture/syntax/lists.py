@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mycel.capture.branches import branch, check
+from mycel.capture.chosen_places import is_chosen
 from mycel.capture.maybe_items import LoopItems, MaybeItem, parts, refuse_item, varies, with_value
 from mycel.capture.merge import is_weak, meet
 from mycel.capture.trace import TRACING
@@ -236,8 +237,15 @@ def _item_by_item(plain: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: plain(*map(each_apart, args), **kwargs)
 
 
+def _length(xs: Any) -> Any:
+    """len(xs), also of chosen rows."""
+    if TRACING and is_chosen(TRACING[-1], xs):
+        return xs.shape[0]
+    return _on_lists(builtins.len, count)(xs)
+
+
 LISTS: dict[Any, Callable[..., Any]] = {
-    len: _on_lists(builtins.len, count),
+    len: _length,
     sum: _on_lists(builtins.sum, _sum),
     enumerate: _on_lists(builtins.enumerate, _numbered),
     **{plain: _item_by_item(plain) for plain in (zip, reversed, list, tuple)},

@@ -24,6 +24,7 @@ from mycel.capture.autograd import traced_linearize
 from mycel.capture.branches import branch as traced_branch
 from mycel.capture.branches import check as traced_check
 from mycel.capture.branches import refuse_caught, run
+from mycel.capture.chosen_places import possible_places
 from mycel.capture.fence import refuse
 from mycel.capture.island import function_boundary
 from mycel.capture.loops import over
@@ -254,6 +255,8 @@ def each(items: Any, body: Callable[[Any], None], more: Callable[[], Any] | None
                 items = items.known(str(error))
             except CaptureError:
                 raise error from None
+        places = possible_places(tracer, items)
+        items = items if places is None else places
         if isinstance(items, range) and more is None and len(items) > UNROLL:
             return _long(items, lambda: torch.arange(items.start, items.stop, items.step), body, names, weak=True)
         if isinstance(items, torch.Tensor) and items.ndim and more is None and len(items) > UNROLL:

@@ -1,0 +1,118 @@
+"""What one expert of a loop does with its rows: a product, something on elements, a product.
+
+    linear(silu(linear(x, w1)) * linear(x, w3), w2)             two products up
+    a, b = linear(x, w13).chunk(2, dim=-1)                      the halves of one, or its even and odd elements
+    gelu(x @ w1) @ w2                                           weights that are transposed
+
+What is between the products becomes text (`ops/gates.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from mycel.capture.experts import is_on_elements, parts_of
+from mycel.ir import Var
+from mycel.ir.types import NAMES
+from mycel.ops import o
+
+if TYPE_CHECKING:
+    from mycel.capture.expert_loops import Loops
+
+
+@dataclass(frozen=True)
+class RowProduct:
+    """x @ w.T + bias, or x @ w + bias where w is `transposed`."""
+
+    x: Var
+    w: Var
+    bias: Var | None
+    transposed: bool
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """down @ gate(up_0 @ x, up_1 @ x), or of the parts of up_0 @ x: `form` and `gate` as in `ops/gates.py`."""
+
+    x: Var
+    ups: tuple[tuple[Var, Var | None], ...]  # weight, bias
+    gate: str
+    form: str
+    down: tuple[Var, Var | None]
+    transposed: bool
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What experts of a layer have in common."""
+        types = [None if w is None else w.type for pair in (*self.ups, self.down) for w in pair]
+        return self.x, self.gate, self.form, self.transposed, types
+
+
+class Hidden:
+    """What an expert does between its products, as text; the products that it is made of are collected."""
+
+    def __init__(self, loops: Loops) -> None:
+        self.loops = loops
+        self.products: dict[Var, RowProduct] = {}
+        self.forms: dict[Var, str] = {}  # which parts of a product's rows are used
+
+    def text(self, x: Any) -> str | None:
+        """Something on elements of products, or of parts of one."""
+        x = self.loops.plain(x)
+        product = product_of(self.loops, x)
+        if product is not None:
+            return self._letter(x, product, "whole", "")
+        eqn = self.loops.producers.get(x, (None, 0))[0]
+        if eqn is None or len(eqn.outputs) > 2 or eqn.op.vjp is None:
+            return None
+        h: Any = eqn.inputs[0] if eqn.op in (o.split, o.slice) else None
+        part = parts_of(eqn, h) if h is not None and h.ndim == 2 else None
+        if part is not None:
+            product = product_of(self.loops, h)
+            return None if product is None else self._letter(self.loops.plain(h), product, part[1], part[0][x])
+        if len(eqn.outputs) != 1 or not is_on_elements(eqn):
+            return None
+        operands = [self.text(v) if isinstance(v, Var) else repr(v) for v in eqn.inputs]
+        if None in operands:
+            return None
+        params = [f"{k}={NAMES.get(v, repr(v))}" for k, v in eqn.params.items()]
+        return f"{eqn.op.name}({', '.join([*map(str, operands), *params])})"
+
+    def _letter(self, x: Var, product: RowProduct, form: str, part: str) -> str | None:
+        """The name of a product, or of a part of the only one."""
+        self.products.setdefault(x, product)
+        if self.forms.setdefault(x, form) != form or len(self.products) > (2 if form == "whole" else 1):
+            return None
+        return part or "ab"[list(self.products).index(x)]
+
+
+def mlp_of(loops: Loops, y: Any) -> Mlp | None:
+    """What an expert does with rows."""
+    down = product_of(loops, y)
+    if down is None:
+        return None
+    hidden = Hidden(loops)
+    gate = hidden.text(down.x)
+    ups = [*hidden.products.values()]
+    forms = {*hidden.forms.values()}
+    if gate is None or len({p.x for p in ups}) != 1 or len({p.w.shape for p in ups}) != 1 or len(forms) != 1:
+        return None
+    form = "halves" if len(ups) == 2 else forms.pop()
+    if len(ups) > 2 or (len(ups) == 2 and "whole" not in forms) or len({p.transposed for p in (*ups, down)}) != 1:
+        return None
+    return Mlp(ups[0].x, tuple((p.w, p.bias) for p in ups), gate, form, (down.w, down.bias), down.transposed)
+
+
+def product_of(loops: Loops, y: Any) -> RowProduct | None:
+    """y as a product of rows and a matrix."""
+    bias: Any = None
+    y = loops.plain(y)
+    added = loops.of(y, o.add)
+    if added is not None and isinstance(added.inputs[1], Var) and added.inputs[1].ndim == 1:
+        y, bias = added.inputs
+    product = loops.of(y, o.linear, o.matmul)
+    w: Any = product.inputs[1] if product is not None else None
+    if product is None or w.ndim != 2:
+        return None
+    return RowProduct(loops.plain(product.inputs[0]), w, bias, product.op is o.matmul)
