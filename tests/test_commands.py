@@ -254,6 +254,23 @@ def test_messages(run, folder, tmp_path):
     golden("told_exported", words(mycel("export", run, "--out", tmp_path / "model").stderr, run))
 
 
+def test_a_run_that_is_not_there_names_those_that_are(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    nothing = mycel("export", "nothere").stderr
+    assert nothing == (
+        "error: no run nothere: there is no such folder\n  try       the folder that the run printed when it started\n"
+    )
+    for name in ("words-1", "words-2", "else"):
+        shutil.copytree(run, tmp_path / "runs" / name)
+    assert "no such folder\n  try       runs/words-2 or runs/words-1\n" in mycel("export", "runs/words-22").stderr
+    assert "no such folder\n  try       runs/else\n" in mycel("export", "else").stderr
+    assert "it has no config.yaml\n  try       runs/" in mycel("export", "runs").stderr
+    for command in (("evaluate", "runs/elsee", "--data", "x.txt"), ("generate", "runs/elsee", "--prompt", "a")):
+        assert mycel(*command).stderr == (
+            "error: no such run or model folder: runs/elsee\n  try       runs/else, or a model's own\n"
+        )
+
+
 def test_what_lies_inside_a_run_names_the_run(run, tmp_path):
     inside = latest(run / "checkpoints")
     for where in (inside, run / "checkpoints"):

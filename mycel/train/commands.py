@@ -22,8 +22,9 @@ from mycel.train.documents import FIELDS
 from mycel.train.export import export
 from mycel.train.labelled import examples
 from mycel.train.onnx_file import write_onnx
+from mycel.train.run_folders import is_run, no_run
 from mycel.train.tasks import image_settings
-from mycel.train.trained import TrainedModel, is_run, run_around, trained
+from mycel.train.trained import TrainedModel, trained
 
 Say = Callable[[str], None]
 TARGETS = ("hf", "safetensors", "onnx", "program")
@@ -162,8 +163,7 @@ def _refuse_out(out: Path, file: Path | None) -> None:
 def export_run(run: Path, say: Say, *, last: bool, to: str, out: Path | None) -> Path:
     """A checkpoint of a run as a model of its own."""
     if not is_run(run):
-        hint = run_around(run) or "the folder that the run printed"
-        raise TrainError(f"{run} is not a run: it has no config.yaml\n  try       {hint}")
+        raise TrainError(no_run(run))
     if to not in TARGETS:
         raise TrainError(f"cannot export to {to!r}\n  known     {', '.join(TARGETS)}\n  try       --to hf")
     given = trained(run, last)
