@@ -204,6 +204,13 @@ def test_the_mesh_of_a_ready_plan_is_its_axis(plan, count, axes):
     assert _axes(Parallel(plan=plan, mesh={"a": 2}), count) == {"a": 2}
 
 
+def test_a_plan_for_several_ranks_says_that_one_runs(disk, tmp_path, capsys):
+    for plan, says in (("zero3+tp", True), ("auto", False), (None, False)):
+        assert train(config(disk, tmp_path / "run", parallel={"plan": plan}), dry_run=True) == 0
+        text = "note: parallel.plan is zero3+tp, but one process runs: nothing is split\n  try       --nproc N\n"
+        assert (text in capsys.readouterr().out) is says
+
+
 def test_a_plan_over_several_axes_wants_a_mesh():
     assert _axes(Parallel(plan="zero3+tp"), 1) == {}
     with pytest.raises(
