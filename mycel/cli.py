@@ -18,7 +18,6 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, NoReturn
@@ -28,6 +27,7 @@ import typer
 from mycel.errors import MycelError, PlanError, TrainError
 from mycel.launch import launch
 from mycel.train.config import Config, PlannedConfig, dump, load, names_model
+from mycel.train.run_folders import no_run
 
 FAILED, MISUSED = 1, 2
 
@@ -518,15 +518,7 @@ def _run_config(run: Path, file: Path | None, folder: Path | None) -> Path:
     config = run / "config.yaml"
     if config.is_file():
         return config
-    there = [str(each.parent) for each in sorted(run.parent.glob("*/config.yaml"))]
-    around = next((parent for parent in run.parents[:2] if (parent / "config.yaml").is_file()), None)
-    hint = (
-        str(around or "")
-        or " or ".join(get_close_matches(str(run), there, n=3, cutoff=0.3))
-        or "the folder that the run printed when it started"
-    )
-    what = f"{run} is not a run: it has no config.yaml" if run.exists() else f"no run {run}"
-    raise TrainError(f"{what}\n  try       {hint}")
+    raise TrainError(no_run(run))
 
 
 def _fail(error: MycelError, code: int) -> NoReturn:

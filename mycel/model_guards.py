@@ -1,5 +1,5 @@
-"""A model that ranks hold in parts is no model to call, to pickle or to ask for its state: whoever does is told what to
-do instead, unless it is known that it is in parts.
+"""A model that ranks hold in parts is no model to call, to copy, to pickle or to ask for its state: whoever does is
+told what to do instead, unless it is known that it is in parts.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ def guard(parts: GuardedModel, model: bool) -> None:
 
 @dataclass(frozen=True)
 class StateRefusal:
-    """A hook of modules and optimisers that refuses what is done with their state while they are in parts.  Who pickles
-    the model pickles its hooks: that is refused as well, and a model that is whole is pickled without a refusal."""
+    """A hook of modules and optimisers that refuses what is done with their state while they are in parts.  Who copies
+    or pickles the model does so with its hooks: that is refused as well, and a copy of a model that is whole refuses
+    nothing."""
 
     parts: GuardedModel
     what: str
@@ -55,8 +56,10 @@ class StateRefusal:
         if not self.parts.is_open:
             raise _in_parts(f"{type(whose).__name__} was {self.what}", f"{self.instead}, or `with step.whole():`")
 
-    def __deepcopy__(self, memo: Any) -> StateRefusal:
-        return self
+    def __deepcopy__(self, memo: Any) -> Any:
+        if not self.parts.is_open:
+            raise _in_parts(f"{type(self.parts.model).__name__} was copied", "copy.deepcopy in `with step.whole():`")
+        return partial(refuse_nothing)
 
     def __reduce__(self) -> Any:
         if not self.parts.is_open:

@@ -160,9 +160,12 @@ def _loss_of(out: Any) -> torch.Tensor:
 def _scalar(loss: Any) -> torch.Tensor:
     if not isinstance(loss, torch.Tensor) or loss.ndim != 0 or not loss.is_floating_point():
         shown = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        raise TrainError(
-            f"the loss is {shown}, not a floating point scalar\n  try       .mean() or .sum() at the end of the loss"
-        )
+        hint = ".mean() or .sum() at the end of the loss"
+        if isinstance(loss, (int, float)):
+            hint = "a loss that stays a tensor: no float(), no .item()"
+        elif isinstance(loss, torch.Tensor) and not loss.is_floating_point():
+            hint = "a loss in floating point: counts, such as of right answers, have no gradient"
+        raise TrainError(f"the loss is {shown}, not a floating point scalar\n  try       {hint}")
     return loss
 
 

@@ -358,7 +358,7 @@ def refused() -> None:
 
     get = Rendezvous._get
     if RANK == WORLD - 1:
-        Rendezvous._get = lambda self, store, key: (time.sleep(4 * (key == "verdict")), get(self, store, key))[1]
+        Rendezvous._get = lambda self, *asked: (time.sleep(4 * ("verdict" in asked)), get(self, *asked))[1]
     with world(Mesh(dp=WORLD), "cpu") as ranks:
         ranks.agree({"plan": f"of rank {RANK}"})
 

@@ -58,6 +58,7 @@ def main(folder: Path) -> None:
     texts.append(refusal(lambda: model.load_state_dict(twin.state_dict())))
     texts.append(refusal(lambda: optimizer.load_state_dict(plain.state_dict())))
     texts.append(refusal(lambda: torch.save(model, folder / "pickled.pt")))
+    texts.append(refusal(lambda: torch.optim.swa_utils.AveragedModel(model)))
     if seat().rank == 0:
         (folder / "told.txt").write_text("\n\n".join(texts))
 
@@ -71,9 +72,11 @@ def main(folder: Path) -> None:
     with step.whole() as inside:
         alike(inside(**batch), twin(**batch))
         torch.save(inside.state_dict(), folder / f"{seat().rank}.pt")
-        again = pickle.loads(pickle.dumps(inside))
-    alike(again(**batch), twin(**batch))
-    alike(dict(again.state_dict()), dict(twin.state_dict()))
+        again, copied = pickle.loads(pickle.dumps(inside)), copy.deepcopy(inside)
+    for other in (again, copied):
+        alike(other(**batch), twin(**batch))
+        alike(dict(other.state_dict()), dict(twin.state_dict()))
+        other.load_state_dict(twin.state_dict())
     with step.whole(rank=0):
         if seat().rank == 0:
             alike(model.state_dict(), twin.state_dict())

@@ -166,10 +166,10 @@ GOLDEN = {
     ),
     "train c.yaml": "no configuration file c.yaml\n  try       the path of a YAML file",
     "train train.stesp=3": "unknown key train.stesp\n  at        argument train.stesp=3\n  try       train.steps",
-    "train --resume runs/new": "no run runs/new\n  try       runs/older",
-    "train --resume runs": (
-        "runs is not a run: it has no config.yaml\n  try       the folder that the run printed when it started"
-    ),
+    "train --resume runs/new": "no run runs/new: there is no such folder\n  try       runs/older",
+    "train --resume nothere": "no run nothere: there is no such folder\n  try       runs/older",
+    "train --resume runs": "runs is not a run: it has no config.yaml\n  try       runs/older",
+    "train --resume runs/older/config.yaml": "runs/older/config.yaml is a file, not a run\n  try       runs/older",
     "train --resume runs/older a.yaml": (
         "--resume runs/older uses the run's own folder and configuration, not a.yaml\n  try       leave it out"
     ),

@@ -16,6 +16,7 @@ import torch
 import training
 import transformers as hf
 from golden import golden
+from PIL import Image
 from torch.nn import functional as F
 from training import TEXT, config
 from typer.testing import CliRunner
@@ -119,6 +120,47 @@ def test_an_exported_program_is_the_forward_pass(run, folder, tmp_path):
     program = Program.load(tmp_path / "program" / "program.safetensors")
     assert program.inputs_of("batch")[0].shape == (1, 16)
     assert program.results[0].shape == (1, 16, 258)
+
+
+@pytest.fixture(scope="module")
+def image_run(disk, tmp_path_factory):
+    """A run of a model that tells images apart."""
+    path = tmp_path_factory.mktemp("images")
+    for name, colour in (("cat", (255, 0, 0)), ("dog", (0, 0, 255))):
+        (path / "images" / name).mkdir(parents=True)
+        for i in range(4):
+            Image.new("RGB", (8, 8), colour).save(path / "images" / name / f"{i}.png")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = {"config": {"model_type": "vit", "image_size": 8, "patch_size": 4, **sizes}}
+    data = {"train": str(path / "images"), "tokenizer": None}
+    given = config(disk, path / "run", model=model, data=data, train={"task": "classify", "steps": 2})
+    assert train(given) == 0
+    return path / "run"
+
+
+def test_a_model_of_images_is_exported_as_a_program_too(image_run, tmp_path):
+    result = mycel("export", image_run, "--to", "program", "--out", tmp_path / "program")
+    assert result.exit_code == 0, result.output
+    program = Program.load(tmp_path / "program" / "program.safetensors")
+    assert program.inputs_of("batch")[0].shape == (1, 3, 8, 8) and program.results[0].shape == (1, 2)
+
+
+def test_a_model_that_writes_no_text_says_so_and_not_that_it_lacks_a_tokenizer(image_run):
+    what = "error: ViTForImageClassification is not a causal language model: it continues no text\n"
+    generated = mycel("generate", image_run, "--prompt", "a")
+    assert generated.stderr == (
+        f"{what}  at        the model\n  try       mycel evaluate, or a model that writes text\n"
+    )
+    exported = mycel("export", image_run, "--to", "onnx")
+    assert exported.stderr.endswith(f"{what}  at        --to onnx\n  try       --to hf, safetensors or program\n")
+
+
+def test_a_run_is_overwritten_with_what_was_exported_of_it(disk, run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    for form in ("hf", "safetensors", "program"):
+        assert mycel("export", tmp_path / "run", "--to", form).exit_code == 0
+    assert train(config(disk, tmp_path / "run", train={"steps": 2}), overwrite=True) == 0
+    assert not any((tmp_path / "run").glob("exported*"))
 
 
 def test_scores_are_those_of_a_plain_loop(run, folder, tmp_path):
@@ -244,6 +286,7 @@ def test_messages(run, folder, tmp_path):
         ("generate", folder, "--file", tmp_path / "text.txt", "--out", tmp_path),
         ("export", folder),
         ("export", run, "--to", "gguf"),
+        ("export", run, "--to", "onx"),
     ]
     texts = []
     for command in commands:
@@ -252,6 +295,23 @@ def test_messages(run, folder, tmp_path):
         texts.append("\n".join(line for line in result.stderr.splitlines() if line != str(folder)))
     golden("refusal_commands", words("\n\n".join(texts), run, tmp_path))
     golden("told_exported", words(mycel("export", run, "--out", tmp_path / "model").stderr, run))
+
+
+def test_a_run_that_is_not_there_names_those_that_are(run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    nothing = mycel("export", "nothere").stderr
+    assert nothing == (
+        "error: no run nothere: there is no such folder\n  try       the folder that the run printed when it started\n"
+    )
+    for name in ("words-1", "words-2", "else"):
+        shutil.copytree(run, tmp_path / "runs" / name)
+    assert "no such folder\n  try       runs/words-2 or runs/words-1\n" in mycel("export", "runs/words-22").stderr
+    assert "no such folder\n  try       runs/else\n" in mycel("export", "else").stderr
+    assert "it has no config.yaml\n  try       runs/" in mycel("export", "runs").stderr
+    for command in (("evaluate", "runs/elsee", "--data", "x.txt"), ("generate", "runs/elsee", "--prompt", "a")):
+        assert mycel(*command).stderr == (
+            "error: no such run or model folder: runs/elsee\n  try       runs/else, or a model's own\n"
+        )
 
 
 def test_what_lies_inside_a_run_names_the_run(run, tmp_path):

@@ -19,12 +19,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from golden import golden
 
 from mycel.errors import PlanError, RunError
 from mycel.ir.layout import Mesh
 from mycel.launch import launch
+from mycel.run import rendezvous
 from mycel.run.processes import world
-from mycel.run.rendezvous import code_version, difference, named
+from mycel.run.rendezvous import code_version, connect, difference, named, serve
 from mycel.run.watch import LOST
 
 CHILD = str(Path(__file__).parent / "process_child.py")
@@ -324,6 +326,9 @@ def test_a_mesh_of_another_size_is_refused(monkeypatch):
     monkeypatch.setenv("MASTER_PORT", "many")
     with pytest.raises(RunError, match=r"is no number: .*many"):
         world(Mesh(dp=3))
+    monkeypatch.setenv("MASTER_PORT", "99999")
+    with pytest.raises(RunError, match=r"MASTER_PORT is 99999\n.*\n  try       a port from 1024 to 65535"):
+        world(Mesh(dp=3))
     monkeypatch.setenv("MASTER_PORT", "1")
     with pytest.raises(PlanError, match="the mesh has 2 ranks, but 3 processes run"):
         world(Mesh(dp=2))
@@ -334,6 +339,64 @@ def test_a_mesh_of_another_size_is_refused(monkeypatch):
     monkeypatch.setenv("MYCEL_TIMEOUT", "soon")
     with pytest.raises(RunError, match="MYCEL_TIMEOUT is 'soon'"):
         world(Mesh(dp=3))
+
+
+def seated(monkeypatch, rank: int, port: int, timeout_s: float) -> None:
+    """As somebody who starts ranks by hand sets the environment."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    given = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "MYCEL_TIMEOUT": timeout_s}
+    for name, value in given.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def test_a_rank_that_comes_first_can_be_stopped_and_finds_the_store():
+    """torch's own connecting goes on through a signal, until its timeout."""
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt("stopped")
+
+    port, before = free_port(), signal.signal(signal.SIGALRM, stop)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt, match="stopped"):
+            connect("127.0.0.1", port, 20)
+        assert time.monotonic() - start < 5
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    held: list[object] = []
+    later = threading.Timer(1.0, lambda: held.append(serve(socket.create_server(("127.0.0.1", port)), "127.0.0.1")))
+    later.start()
+    store = connect("127.0.0.1", port, 20)
+    later.join()
+    store.set("greeting", "hello")
+    assert held[0].get("greeting") == b"hello"
+
+
+def test_a_rank_that_finds_no_rank_0_says_so(monkeypatch, capfd):
+    port = free_port()
+    seated(monkeypatch, 1, port, 1.5)
+    monkeypatch.setattr(rendezvous, "SILENT_S", 0.2)
+    with pytest.raises(RunError) as error:
+        world(Mesh(dp=2), "cpu")
+    golden("told_no_rank_0", str(error.value).replace(str(port), "PORT"))
+    assert capfd.readouterr().err == f"waiting for rank 0 at 127.0.0.1:{port}, 1.5 s at most\n", "and no stack of torch"
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with pytest.raises(RunError, match=r"^the process that starts the ranks was not at 127\.0\.0\.1:\d+ after 1\.5 s"):
+        world(Mesh(dp=2), "cpu")
+
+
+def test_rank_0_at_an_address_that_is_taken_says_so(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        seated(monkeypatch, 0, port := other.getsockname()[1], 2)
+        monkeypatch.setattr(rendezvous.Rendezvous, "held", None)
+        with pytest.raises(RunError) as error:
+            world(Mesh(dp=2), "cpu")
+    text = str(error.value).replace(str(port), "PORT")
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")  # kept for documentation: nobody's
+    with pytest.raises(RunError) as error:
+        world(Mesh(dp=2), "cpu")
+    golden("told_address_taken", text + "\n\n" + str(error.value).replace(str(port), "PORT"))
 
 
 def test_a_world_of_one_needs_nobody(monkeypatch):

@@ -209,12 +209,20 @@ MISUSE = {
         TrainError,
         r"shape \(1,\)",
     ),
-    "loss is a number": (lambda: step(loss=lambda o, y: 1.0)(X, Y), TrainError, "the loss is float"),
-    "loss is an index": (lambda: step(loss=lambda o, y: o.argmax())(X, Y), TrainError, "the loss is torch.int64"),
+    "loss is a number": (
+        lambda: step(loss=lambda o, y: 1.0)(X, Y),
+        TrainError,
+        "the loss is float.*\n  try +a loss that stays a tensor",
+    ),
+    "loss is an index": (
+        lambda: step(loss=lambda o, y: o.argmax())(X, Y),
+        TrainError,
+        r"the loss is torch\.int64.*\n  try +a loss in floating point",
+    ),
     "loss is detached": (
         lambda: step(loss=lambda o, y: cross_entropy(o, y).detach())(X, Y),
         GradientError,
-        "depends on no parameter",
+        r"depends on no parameter .*cut off.*\n  try .*without detach\(\)",
     ),
     "an optimiser that asks for losses": (
         lambda: step(optimizer=torch.optim.LBFGS(mlp().parameters())),
@@ -236,16 +244,25 @@ MISUSE = {
     "parameters of another model": (
         lambda: step(optimizer=torch.optim.SGD(mlp().parameters()))(X, Y),
         GradientError,
-        "depends on no parameter",
+        r"depends on no parameter of the optimizer\n  try +an optimizer over the parameters of this model",
     ),
-    "all frozen": (lambda: step(model=mlp().requires_grad_(False))(X, Y), GradientError, "depends on no parameter"),
+    "all frozen": (
+        lambda: step(model=mlp().requires_grad_(False))(X, Y),
+        GradientError,
+        r"no parameter of the optimizer requires a gradient.*\n  try +parameter\.requires_grad_\(True\)",
+    ),
     "differentiable": (
         lambda: step(optimizer=torch.optim.SGD(mlp().parameters(), differentiable=True)),
         TrainError,
         "differentiable",
     ),
-    "unknown precision": (lambda: step(precision="fp4"), TrainError, "fp4.*\n  known     fp32, bf16, fp16, fp8"),
-    "a dtype as precision": (lambda: step(precision=torch.bfloat16), TrainError, "known     fp32, bf16, fp16"),
+    "unknown precision": (
+        lambda: step(precision="fp4"),
+        TrainError,
+        "fp4.*\n  known     fp32, bf16, fp16, fp8\n  try ",
+    ),
+    "a dtype as precision": (lambda: step(precision=torch.float16), TrainError, "fp8\n  try       precision='fp16'"),
+    "a list as precision": (lambda: step(precision=["bf16"]), TrainError, "fp8\n  try       precision='bf16'"),
     "fp16 of bf16 weights": (lambda: step(model=mlp().bfloat16(), precision="fp16")(X, Y), TrainError, "bf16"),
     "no parts": (lambda: step(accumulate=0), TrainError, "accumulate=0"),
     "half a part": (lambda: step(accumulate=1.5), TrainError, "accumulate=1.5"),
@@ -262,7 +279,11 @@ MISUSE = {
         PlanError,
         r"needs at least .*, the budget is 1.00 KiB: .* too much",
     ),
-    "compile perhaps": (lambda: step(compile="perhaps"), TrainError, "known     True, False, 'auto'"),
+    "compile perhaps": (
+        lambda: step(compile="perhaps"),
+        TrainError,
+        "known     True, False, 'auto'\n  try       compile='auto'",
+    ),
     "no mesh": (lambda: step(mesh="dp"), PlanError, "is no mesh\n  try       mycel.Mesh"),
     "an unknown plan": (
         lambda: step(mesh=mycel.Mesh(dp=2), plan="megatron"),

@@ -41,6 +41,31 @@ def test_a_budget_that_nothing_fits_is_told_in_settings(disk, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "batch, accumulate, says",
+    [
+        (
+            1000,
+            1,
+            "note: a step takes 1,000 sequences = 1,000 (train.batch) x 1 (train.accumulate), but the training data "
+            "has THERE: it sees each TIMES times\n  try       train.batch=THERE, or more data\n",
+        ),
+        (200, 4, "800 sequences = 200 (train.batch) x 4 (train.accumulate), but the training data has THERE: "),
+        (4, 2, ""),
+    ],
+)
+def test_a_batch_larger_than_the_data_says_so(disk, tmp_path, capsys, batch, accumulate, says):
+    given = config(disk, tmp_path / "run", train={"batch": batch, "accumulate": accumulate})
+    assert train(given, dry_run=True) == 0
+    output = capsys.readouterr().out
+    there = int(re.search(r"train: [\d,]+ tokens, (\d+) sequences", output)[1])
+    assert 100 < there < 500
+    assert says.replace("THERE", str(there)).replace("TIMES", f"{batch / there:.1f}") in output
+    assert ("but the training data has" in output) is bool(says)
+    if accumulate == 4:
+        assert f"  try       train.batch={there // 4}, or more data\n" in output
+
+
 def test_weights_that_are_no_numbers_are_named(disk, tmp_path):
     model = hf.LlamaForCausalLM(hf.LlamaConfig(**{k: v for k, v in LLAMA.items() if k != "model_type"}))
     with torch.no_grad():
@@ -177,6 +202,13 @@ def test_more_steps_say_that_the_schedule_is_stretched(finished, tmp_path, capsy
 def test_the_mesh_of_a_ready_plan_is_its_axis(plan, count, axes):
     assert _axes(Parallel(plan=plan), count) == axes
     assert _axes(Parallel(plan=plan, mesh={"a": 2}), count) == {"a": 2}
+
+
+def test_a_plan_for_several_ranks_says_that_one_runs(disk, tmp_path, capsys):
+    for plan, says in (("zero3+tp", True), ("auto", False), (None, False)):
+        assert train(config(disk, tmp_path / "run", parallel={"plan": plan}), dry_run=True) == 0
+        text = "note: parallel.plan is zero3+tp, but one process runs: nothing is split\n  try       --nproc N\n"
+        assert (text in capsys.readouterr().out) is says
 
 
 def test_a_plan_over_several_axes_wants_a_mesh():

@@ -284,6 +284,42 @@ def test_bad_configuration(config, says):
     check_message(error, says, "model")
 
 
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 90}
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "hint"),
+    [
+        ({**LLAMA, "num_attention_heads": 3}, "num_attention_heads", "num_attention_heads: 2 or 4"),
+        ({**GPT2, "n_head": 3}, "n_head", "n_head: 2 or 4"),
+        ({**LLAMA, "num_attention_heads": 0}, "num_attention_heads", "num_attention_heads: a number above 0"),
+        ({**LLAMA, "num_key_value_heads": 3}, "num_key_value_heads", "num_key_value_heads: 2 or 4"),
+        ({**LLAMA, "hidden_size": "wide"}, "hidden_size", "hidden_size: 4096, the default"),
+        ({**LLAMA, "vocab_size": -3}, "vocab_size", "vocab_size: a number above 0"),
+        ({**LLAMA, "hidden_act": "gleu"}, "hidden_act", "gelu"),
+        ({**LLAMA, "rope_parameters": {"rope_type": "lineer"}}, "rope_parameters.rope_type", "linear"),
+        ({**LLAMA, "hidden_sizee": 64}, "hidden_sizee", "hidden_size, which is given too: leave hidden_sizee out"),
+        ({"model_type": "llama", "hidden_sizee": 64}, "hidden_sizee", "hidden_size"),
+    ],
+)
+def test_a_configuration_that_cannot_be_says_which_key_and_what_to_try(config, key, hint):
+    with pytest.raises(TrainError) as error:
+        build(None, config, device="meta")
+    assert str(error.value).endswith(f"\n  at        model.config.{key}\n  try       {hint}"), error.value
+
+
+def test_a_folder_that_cannot_be_names_its_file_and_what_to_try(tmp_path):
+    file = tmp_path / "config.json"
+    for config, hint in (
+        ({**LLAMA, "num_attention_heads": 3}, "num_attention_heads: 2 or 4"),
+        ({**GPT2, "n_head": 3}, "n_head: 2 or 4"),
+    ):
+        file.write_text(json.dumps(config))
+        with pytest.raises(TrainError) as error:
+            build(tmp_path, None, device="meta")
+        assert str(error.value).endswith(f"\n  at        {file}\n  try       {hint}"), error.value
+
+
 def test_unknown_settings_are_noted_and_old_names_understood():
     model = build(None, {**LLAMA, "favourite_colour": "green", "rope_theta": 5e5, "torch_dtype": "bfloat16"})
     assert len(model.notes) == 1 and "favourite_colour" in model.notes[0]

@@ -19,11 +19,13 @@ and the messages of a rank leave from the address by which it reaches the store.
 from __future__ import annotations
 
 import difflib
+import errno
 import hashlib
 import ipaddress
 import json
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -41,6 +43,7 @@ STOP = "stop"
 RUN = "run"  # the folder of a run, for whoever started its ranks
 GOODBYE_S = 20.0  # how long a rank that is refused waits for others to read why
 SPOKEN_WITHIN_S = 5.0  # an error that another rank says; longer, and this rank says it too
+SILENT_S = 10.0  # a rank that waits longer for the first contact says so
 LATER_S = 60.0  # timeouts of torch and of the store come after that of the watch, which says more
 
 
@@ -65,9 +68,39 @@ def serve(server: socket.socket, host: str) -> dist.Store:
 
 def connect(host: str, port: int, within_s: float) -> dist.Store:
     """One more connection to a store; its calls block, so each thread needs its own."""
+    _wait_for_listener(host, port, within_s)
     return _prefixed(
         dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=within_s))
     )
+
+
+def _wait_for_listener(host: str, port: int, within_s: float) -> None:
+    """Try an address until something listens there; TimeoutError with the last cause if nothing does.  In Python: torch
+    sleeps up to minutes between two tries, and cannot be interrupted."""
+    start = time.monotonic()
+    silent, pause_s = True, 0.02
+    while True:
+        left_s = within_s - (time.monotonic() - start)
+        try:
+            socket.create_connection((host, port), min(max(left_s, 0.1), 5.0)).close()
+            return
+        except OSError as e:
+            if left_s <= 0:
+                raise TimeoutError(f"{e.strerror or e}") from None
+        if silent and time.monotonic() - start > SILENT_S:
+            silent = False
+            print(f"waiting for {_holder()} at {host}:{port}, {within_s:g} s at most", file=sys.stderr, flush=True)
+        time.sleep(min(pause_s, max(left_s, 0.0)))
+        pause_s = min(pause_s * 1.5, 0.5)
+
+
+def _holder() -> str:
+    """Who has the store, for people."""
+    return "the process that starts the ranks" if _held_by_agent() else "rank 0"
+
+
+def _held_by_agent() -> bool:
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def tell(store: dist.Store, why: str) -> str:
@@ -151,9 +184,11 @@ def seat() -> Seat:
         )
     except ValueError as e:
         raise RunError(f"RANK, WORLD_SIZE, MASTER_PORT or LOCAL_RANK is no number: {e}\n  {where}") from e
+    if not 0 < port < 2**16:
+        raise RunError(f"MASTER_PORT is {port}\n  at        the environment\n  try       a port from 1024 to 65535")
     if not 0 <= rank < world:
         raise RunError(f"RANK is {rank}, but WORLD_SIZE is {world}\n  {where}")
-    held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or dist.is_initialized()
+    held = _held_by_agent() or dist.is_initialized()
     return Seat(rank, world, local_rank, given["MASTER_ADDR"], port, hosting=rank == 0 and not held)
 
 
@@ -161,6 +196,17 @@ def _held(seat: Seat) -> dist.Store:
     """The store of a world that nobody else holds it for."""
     family = socket.AF_INET6 if ":" in seat.host else socket.AF_INET
     return serve(socket.create_server((seat.host, seat.port), family=family, backlog=4096), seat.host)
+
+
+def _cannot_listen(seat: Seat, error: Exception) -> RunError:
+    """For the rank that should hold the store, at an address where it cannot."""
+    used = getattr(error, "errno", None) == errno.EADDRINUSE
+    cause = (getattr(error, "strerror", None) or str(error).splitlines()[0]).partition(" (while")[0]
+    hint = "another MASTER_PORT, the same for all ranks" if used else "MASTER_ADDR: an address of this host"
+    return RunError(
+        f"rank {seat.rank} cannot listen at {seat.host}:{seat.port}: {cause}\n"
+        f"  at        MASTER_ADDR, MASTER_PORT\n  try       {hint}"
+    )
 
 
 class Rendezvous:
@@ -176,10 +222,15 @@ class Rendezvous:
         self.name, self.hosting = str(Rendezvous.count), seat.hosting
         self.timeout_s = timeout_s()
         self.agreements = 0
-        try:
-            if seat.hosting and Rendezvous.held is None:
+        if seat.hosting and Rendezvous.held is None:
+            try:
                 Rendezvous.held = _held(seat)
+            except (OSError, dist.DistError) as e:
+                raise _cannot_listen(seat, e) from e
+        try:
             self.all = self.connect()
+        except TimeoutError as e:
+            raise self._not_there(e) from e
         except (OSError, dist.DistError) as e:
             what = f"rank {self.rank} does not reach the store at {self.host}:{self.port}: {str(e).splitlines()[0]}"
             raise RunError(
@@ -187,6 +238,15 @@ class Rendezvous:
                 "  try       the address of the host of rank 0, as all hosts see it"
             ) from e
         self.store = dist.PrefixStore(self.name, self.all)
+
+    def _not_there(self, error: TimeoutError) -> RunError:
+        """For a rank that has waited for the store."""
+        what = f"{_holder()} was not at {self.host}:{self.port} after {self.timeout_s:g} s: {error}"
+        start = "" if _held_by_agent() else "start rank 0 as well, with the same MASTER_ADDR and MASTER_PORT; "
+        return RunError(
+            f"{what}\n  at        rank {self.rank}, MASTER_ADDR and MASTER_PORT\n"
+            f"  try       {start}an address that all hosts reach; a longer MYCEL_TIMEOUT"
+        )
 
     def connect(self) -> dist.Store:
         """A connection of its own, for another thread."""
@@ -215,8 +275,8 @@ class Rendezvous:
             verdict = self._verdict(store)
             store.set("verdict", verdict)
         else:
-            store.set(f"difference/{self.rank}", difference(json.loads(self._get(store, "facts")), facts))
-            verdict = self._get(store, "verdict").decode()
+            store.set(f"difference/{self.rank}", difference(json.loads(self._get(store, "facts", "rank 0")), facts))
+            verdict = self._get(store, "verdict", "rank 0, or one it waits for").decode()
         if verdict:
             self._told(store)
             raise RunError(verdict)
@@ -263,7 +323,8 @@ class Rendezvous:
         """What all ranks are to be told; nothing when they agree."""
         ranks: dict[str, list[int]] = {}
         for rank in range(1, self.world):
-            ranks.setdefault(self._get(store, f"difference/{rank}").decode(), []).append(rank)
+            text = self._get(store, f"difference/{rank}", f"rank {rank}").decode()
+            ranks.setdefault(text, []).append(rank)
         ranks.pop("", None)
         differences = [text.replace("RANKS", named(group)) for text, group in ranks.items()]
         hint = [
@@ -272,8 +333,8 @@ class Rendezvous:
         ]
         return "\n".join([*differences, *hint]) if differences else ""
 
-    def _get(self, store: dist.Store, key: str) -> bytes:
-        self._until(lambda: store.check([key]), key)
+    def _get(self, store: dist.Store, key: str, whose: str) -> bytes:
+        self._until(lambda: store.check([key]), whose)
         return store.get(key)
 
     def _until(self, true: Callable[[], bool], what: str) -> None:
@@ -282,7 +343,7 @@ class Rendezvous:
         while not true():
             if time.monotonic() > end:
                 raise RunError(
-                    f"rank {self.rank} waits for {what} in vain\n"
+                    f"rank {self.rank} waited {self.timeout_s + LATER_S:g} s for {what} in vain\n"
                     "  try       a look at the logs of the others, or a longer MYCEL_TIMEOUT"
                 )
             time.sleep(pause_s)

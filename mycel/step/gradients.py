@@ -28,9 +28,17 @@ from mycel.step.settings import Settings
 differentiate_with(transform.value_and_grad, transform.jvp)
 
 
-NOTHING_TRAINED = (
-    "the loss depends on no parameter of the optimizer that requires a gradient\n"
+OTHER_OPTIMIZER = (
+    "the loss depends on no parameter of the optimizer\n"
     "  try       an optimizer over the parameters of this model: torch.optim.AdamW(model.parameters())"
+)
+ALL_FROZEN = (
+    "no parameter of the optimizer requires a gradient: the loss depends on no parameter that could change\n"
+    "  try       parameter.requires_grad_(True) for those to train"
+)
+CUT_OFF = (
+    "the loss depends on no parameter of the optimizer by a gradient: it is cut off on the way\n"
+    "  try       model and loss without detach(), item(), argmax or torch.no_grad()"
 )
 
 
@@ -47,7 +55,7 @@ def trained(captured: Captured, optimizer: torch.optim.Optimizer) -> dict[int, s
     at = {id(places[0].read()): name for name, places in captured.state.items()}
     used = {id(p): at[id(p)] for p in optimizers.trainable(optimizer) if id(p) in at}
     if not used:
-        raise GradientError(NOTHING_TRAINED)
+        raise GradientError(OTHER_OPTIMIZER if optimizers.trainable(optimizer) else ALL_FROZEN)
     return used
 
 
@@ -252,7 +260,7 @@ class Recipe:
             name: g for name, g in zip(names.values(), outs[results : results + len(wrt)], strict=True) if g is not None
         }
         if not reached:
-            raise GradientError(NOTHING_TRAINED)
+            raise GradientError(CUT_OFF)
         bound = {id_: name for id_, name in names.items() if name in reached}
         groups = optimizers.bind_groups(self.optimizer, bound, self.by_rule, counters)
         ordered = [reached[name] for g in groups for name in g.group.params]

@@ -33,8 +33,11 @@ class Settings:
     buckets: Buckets | None = None  # sizes that batches are padded to
 
     def __post_init__(self) -> None:
-        if not isinstance(self.precision, str) or self.precision not in PRECISIONS:
-            raise TrainError(f"precision={self.precision!r}\n  known     {', '.join(PRECISIONS)}")
+        given: Any = self.precision
+        if not isinstance(given, str) or given not in PRECISIONS:
+            near = next((name for name, dtype in PRECISIONS.items() if dtype is not None and dtype is given), "bf16")
+            known = ", ".join(PRECISIONS)
+            raise TrainError(f"precision={given!r}\n  known     {known}\n  try       precision={near!r}")
         if not isinstance(self.accumulate, int) or isinstance(self.accumulate, bool) or self.accumulate < 1:
             raise TrainError(f"accumulate={self.accumulate!r}\n  try       a whole number, at least 1")
         for name, most in (("clip_norm", self.clip_norm), ("clip_value", self.clip_value)):
@@ -43,9 +46,9 @@ class Settings:
         if self.clip_norm is not None and self.clip_value is not None:
             raise TrainError("clip_norm and clip_value are both given\n  try       one of them")
         if self.compile not in (True, False, "auto"):
-            raise TrainError(f"compile={self.compile!r}\n  known     True, False, 'auto'")
+            raise TrainError(f"compile={self.compile!r}\n  known     True, False, 'auto'\n  try       compile='auto'")
         if self.outputs not in (True, False, "local"):
-            raise TrainError(f"outputs={self.outputs!r}\n  known     True, False, 'local'")
+            raise TrainError(f"outputs={self.outputs!r}\n  known     True, False, 'local'\n  try       outputs=True")
         if self.expert_load and self.outputs == "local":
             raise TrainError("expert_load with outputs='local'\n  try       outputs=True, or step.expert_load(**batch)")
         if self.buckets is not None and self.outputs:

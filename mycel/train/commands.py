@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from mycel.train.documents import FIELDS
 from mycel.train.export import export
 from mycel.train.labelled import examples
 from mycel.train.onnx_file import write_onnx
+from mycel.train.run_folders import is_run, no_run
 from mycel.train.tasks import image_settings
-from mycel.train.trained import TrainedModel, is_run, run_around, trained
+from mycel.train.trained import TrainedModel, trained
 
 Say = Callable[[str], None]
 TARGETS = ("hf", "safetensors", "onnx", "program")
@@ -109,10 +111,10 @@ def generate(
     if out is not None:
         _refuse_out(out, file)
     given = trained(where, last, devices.choose(device, "--device"))
+    decoder = generating.decoder_of(given.module)  # one for all prompts
     tokenizer = given.needs_tokenizer()
     say(given.source)
     ends = generating.ends_of(given.module, tokenizer)
-    decoder = generating.decoder_of(given.module)  # one for all prompts
 
     def written(ids: list[int]) -> Any:
         return generating.pieces(tokenizer, generating.stream(given.module, ids, how, ends, decoder))
@@ -162,10 +164,10 @@ def _refuse_out(out: Path, file: Path | None) -> None:
 def export_run(run: Path, say: Say, *, last: bool, to: str, out: Path | None) -> Path:
     """A checkpoint of a run as a model of its own."""
     if not is_run(run):
-        hint = run_around(run) or "the folder that the run printed"
-        raise TrainError(f"{run} is not a run: it has no config.yaml\n  try       {hint}")
+        raise TrainError(no_run(run))
     if to not in TARGETS:
-        raise TrainError(f"cannot export to {to!r}\n  known     {', '.join(TARGETS)}\n  try       --to hf")
+        near = get_close_matches(to, TARGETS, 1, cutoff=0.5) or ["hf"]
+        raise TrainError(f"cannot export to {to!r}\n  known     {', '.join(TARGETS)}\n  try       --to {near[0]}")
     given = trained(run, last)
     say(given.source)
     assert given.config is not None
@@ -198,11 +200,19 @@ def _weights(module: nn.Module, folder: Path) -> Path:
 
 
 def _program(given: TrainedModel, folder: Path) -> Path:
-    """The forward pass for one sequence of the run's length: tokens in, logits out; weights are its inputs."""
+    """The forward pass for one sequence of the run's length, or one image: logits out; weights are its inputs."""
     assert given.config is not None
     module: Any = given.module.eval()
-    ids = torch.zeros(1, given.config.data.length, dtype=torch.int64)
-    program = capture(lambda input_ids: module(input_ids=input_ids, use_cache=False).logits, ids)
+    takes = inspect.signature(module.forward).parameters
+    options = {"use_cache": False} if "use_cache" in takes else {}
+    if "input_ids" in takes:
+        ids = torch.zeros(1, given.config.data.length, dtype=torch.int64)
+        more = {"decoder_input_ids": ids.clone()} if module.config.is_encoder_decoder else {}
+        program = capture(lambda **batch: module(**batch, **options).logits, input_ids=ids, **more)
+    else:
+        size = image_settings(given.config.model.path, module.config)["size"]
+        pixels = torch.zeros(1, 3, size, size)
+        program = capture(lambda **batch: module(**batch, **options).logits, pixel_values=pixels)
     _weights(given.module, folder)
     program.save(folder / "program.safetensors")
     return folder / "program.safetensors"

@@ -335,24 +335,33 @@ def _of_record(
 ) -> Iterator[Segment]:
     """An object with the fields of a document, as segments."""
     if fields["prompt"] in record or fields["response"] in record:
-        yield Segment(_field(record, fields["prompt"], where), loss=False, closes=False)
-        yield Segment(_field(record, fields["response"], where), opens=False)
+        yield Segment(_field(record, "prompt", fields, where), loss=False, closes=False)
+        yield Segment(_field(record, "response", fields, where), opens=False)
     elif fields["messages"] in record and fields["text"] not in record:
         yield from _chat(record[fields["messages"]], where, tokenizer)
     else:
-        yield Segment(_field(record, fields["text"], where))
+        yield Segment(_field(record, "text", fields, where))
 
 
-def _field(record: Mapping[str, Any], name: str, where: str) -> str:
+def _other_field(record: Mapping[str, Any], key: str, fields: Mapping[str, str]) -> str:
+    """The setting that names another field of a record: those with text that stand for nothing yet."""
+    free = [name for name, value in record.items() if isinstance(value, str) and name not in fields.values()]
+    free = free or [name for name, value in record.items() if isinstance(value, str)]
+    return " or ".join(f"data.fields.{key}={name}" for name in free[:3]) or f"{fields[key]!r} with text in each record"
+
+
+def _field(record: Mapping[str, Any], key: str, fields: Mapping[str, str], where: str) -> str:
+    name = fields[key]
     if name not in record:
         there = ", ".join(map(repr, record)) or "none"
         raise TrainError(
             f"no field {name!r}; fields there are: {there}\n  at        {where}\n"
-            "  try       data.fields with the names the data has"
+            f"  try       {_other_field(record, key, fields)}"
         )
     text = record[name]
     if not isinstance(text, str):
-        raise TrainError(f"field {name!r} is {_kind(text)}, not text\n  at        {where}")
+        hint = _other_field(record, key, fields)
+        raise TrainError(f"field {name!r} is {_kind(text)}, not text\n  at        {where}\n  try       {hint}")
     return _sound(text, where)
 
 

@@ -68,7 +68,8 @@ def _ids(tokenizer: Tokenizer, prompt: str, at: str) -> list[int]:
 
 def decoder_of(module: nn.Module) -> Decoder:
     """What continues text with a model, prompt after prompt; an error for a model that does not."""
-    return Decoder(module, getattr(sample.causal_config(module), "max_position_embeddings", None))
+    config = sample.causal_config(module, "the model", "mycel evaluate, or a model that writes text")
+    return Decoder(module, getattr(config, "max_position_embeddings", None))
 
 
 def stream(

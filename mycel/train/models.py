@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from mycel.errors import TrainError
+from mycel.train.config_hints import config_hint, indivisible
 from mycel.train.cutting import Cuts, Outline, outline
 from mycel.train.tokenize import VOCABULARIES
 from mycel.train.weights import INDEX, ONE, find, load, one_line, quietly, refusal
@@ -135,7 +136,8 @@ def _from_folder(path: Path) -> Any:
     try:
         settings = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers' own checks raise many kinds
-        raise refusal(f"config.json is not a valid {kind} configuration: {one_line(error)}", file) from error
+        hint = config_hint(transformers.CONFIG_MAPPING[kind], json.loads(file.read_text()), error)
+        raise refusal(f"config.json is not a valid {kind} configuration: {hint.what}", file, hint.hint) from error
     if getattr(settings, "quantization_config", None) is not None:
         raise refusal("the model is quantised: its weights cannot be trained", file, "the model before quantisation")
     return settings
@@ -173,14 +175,22 @@ def _from_mapping(given: Mapping[str, Any]) -> tuple[Any, list[str]]:
     try:
         settings = transformers.AutoConfig.for_model(kind, **values)
     except Exception as error:  # transformers' own checks raise many kinds
-        raise refusal(f"not a valid {kind} configuration: {one_line(error)}", "model.config") from error
+        hint = config_hint(transformers.CONFIG_MAPPING[kind], values, error)
+        raise refusal(f"not a valid {kind} configuration: {hint.what}", _config_key(hint.key), hint.hint) from error
+    if (uneven := indivisible(settings)) is not None:
+        raise refusal(f"not a valid {kind} configuration: {uneven.what}", _config_key(uneven.key), uneven.hint)
     fields = [inspect.signature(kind).parameters for kind in (type(settings), transformers.PreTrainedConfig)]
     known = {*fields[0], *fields[1], *type(settings).attribute_map, *vars(transformers.GenerationConfig())}
     stray = [key for key in values if key not in known and key in settings.to_dict()]
     for key in stray:
-        if near := get_close_matches(key, known - values.keys(), 1, cutoff=0.85):
-            raise refusal(f"{type(settings).__name__} knows no {key!r}", f"model.config.{key}", near[0])
+        if near := get_close_matches(key, known, 1, cutoff=0.85):
+            name = f"{near[0]}, which is given too: leave {key} out" if near[0] in values else near[0]
+            raise refusal(f"{type(settings).__name__} knows no {key!r}", _config_key(key), name)
     return settings, [f"{type(settings).__name__} knows no {key!r}: it changes nothing" for key in stray]
+
+
+def _config_key(key: str) -> str:
+    return f"model.config.{key}".rstrip(".")
 
 
 def _check_kind(kind: Any, where: str) -> None:
@@ -237,7 +247,10 @@ def _made(settings: Any, dtype: torch.dtype, device: torch.device) -> Any:
                 f"{getattr(settings.get_text_config(), 'vocab_size', 'fewer')} ids"
             )
             raise refusal(what, "model.config.pad_token_id", "pad_token_id: null, or one of the ids") from error
-        raise refusal(f"{kind.__name__} cannot be made by this configuration: {one_line(error)}", "model") from error
+        hint = config_hint(type(settings), settings.to_diff_dict(), error)
+        folder = settings.name_or_path
+        where = Path(folder) / "config.json" if folder else _config_key(hint.key)
+        raise refusal(f"{kind.__name__} cannot be made by this configuration: {hint.what}", where, hint.hint) from error
 
 
 def outline_of(path: Path | None, config: Mapping[str, Any] | None, dtype: torch.dtype) -> Outline:

@@ -40,6 +40,7 @@ class TokensToLogits(nn.Module):
 
 def write_onnx(module: nn.Module, path: Path, say: Callable[[str], None]) -> Path:
     """The file, beside it its weights where they are large."""
+    vocab = causal_config(module, "--to onnx", "--to hf, safetensors or program").vocab_size
     try:
         import onnxscript  # noqa: F401
     except ImportError:
@@ -47,7 +48,6 @@ def write_onnx(module: nn.Module, path: Path, say: Callable[[str], None]) -> Pat
             "an ONNX file is written with onnx and onnxscript, which are not installed\n"
             "  try       pip install 'mycel[onnx]'"
         ) from None
-    vocab = causal_config(module).vocab_size
     example = torch.arange(2 * 7).reshape(2, 7) % vocab
     named = {"input_ids": {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}}
     with evaluating(module), torch.no_grad(), _quietly():

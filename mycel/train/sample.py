@@ -90,12 +90,10 @@ def ends(module: nn.Module) -> list[int]:
     return sorted({i for ids in given if ids is not None for i in (ids if isinstance(ids, list) else [ids])})
 
 
-def causal_config(module: nn.Module) -> Any:
+def causal_config(module: nn.Module, at: str = "sample", hint: str = "sample: null") -> Any:
     """The text configuration of a model that can continue text; an error for all others."""
     if not causal(module):
-        raise refusal(
-            f"{type(module).__name__} is not a causal language model: it continues no text", "sample", "sample: null"
-        )
+        raise refusal(f"{type(module).__name__} is not a causal language model: it continues no text", at, hint)
     config: Any = module.config
     return config.get_text_config()
 

@@ -11,6 +11,7 @@ from mycel.train.assemble import Assembly
 from mycel.train.device import describe, memory_total
 from mycel.train.outlook import Outlook
 from mycel.train.progress import count, size
+from mycel.train.ranks import AUTO
 from mycel.train.schedule import warmup_steps
 from mycel.train.stream import ENDLESS
 
@@ -85,7 +86,13 @@ def _predicted(parts: Assembly, outlook: Outlook) -> str:
 
 def notes(parts: Assembly) -> list[str]:
     """What the data and the model have to say, and what looks wrong about memory."""
-    lines = [*parts.data.report[2:], *parts.notes, *_left_whole(parts)]
+    lines = [
+        *parts.data.report[2:],
+        *parts.notes,
+        *_more_than_there_is(parts),
+        *_left_whole(parts),
+        *_unused_plan(parts),
+    ]
     there = memory_total(parts.device)
     if there is not None and parts.step.plan.peak > there:
         what = f"the step is predicted to need {size(parts.step.plan.peak)}, the device has {size(there)}"
@@ -94,6 +101,27 @@ def notes(parts: Assembly) -> list[str]:
             "train.batch"
         )
     return lines
+
+
+def _more_than_there_is(parts: Assembly) -> list[str]:
+    """A step that takes more sequences than the data has: some of them several times."""
+    train, there = parts.config.train, parts.data.train.count
+    if parts.rows <= there:
+        return []
+    noun = parts.data.train.each[0] if parts.data.train.each[1] == 1 else "sequences"
+    count = f"{train.batch:,} (train.batch) x {train.accumulate} (train.accumulate)"
+    what = f"a step takes {parts.rows:,} {noun} = {count}, but the training data has {there:,}"
+    fits = f"train.batch={max(there // train.accumulate, 1)}"
+    fits += " train.accumulate=1" if train.accumulate > there else ""
+    return [f"{what}: it sees each {parts.rows / there:.1f} times\n  try       {fits}, or more data"]
+
+
+def _unused_plan(parts: Assembly) -> list[str]:
+    """A ready plan for several ranks, where there is one."""
+    given = parts.config.parallel.plan
+    if parts.team.plan is not None or not isinstance(given, str) or given == AUTO:
+        return []
+    return [f"parallel.plan is {given}, but one process runs: nothing is split\n  try       --nproc N"]
 
 
 def _left_whole(parts: Assembly) -> list[str]:

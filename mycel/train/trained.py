@@ -25,6 +25,7 @@ from mycel.train import models
 from mycel.train.assemble import adapt, tokenizer_of, tokenizer_source
 from mycel.train.models import LoadedModel
 from mycel.train.progress import number
+from mycel.train.run_folders import is_run, near_runs, run_around
 from mycel.train.state import check_shapes
 from mycel.train.tokenize import VOCABULARIES, Tokenizer, load_tokenizer
 
@@ -53,15 +54,6 @@ class TrainedModel:
         return self.tokenizer
 
 
-def is_run(where: Path) -> bool:
-    return (where / "config.yaml").is_file()
-
-
-def run_around(where: Path) -> Path | None:
-    """The run that a folder of checkpoints, or one of these, belongs to."""
-    return next((parent for parent in where.parents[:2] if is_run(parent)), None)
-
-
 def trained(where: Path, last: bool = False, device: str | torch.device = "cpu") -> TrainedModel:
     """The model of a run or a folder, on a device; of a run the best checkpoint, or the `last`.  TrainError if its
     weights are broken."""
@@ -73,7 +65,7 @@ def trained(where: Path, last: bool = False, device: str | torch.device = "cpu")
 
 def _of_folder(where: Path, device: str | torch.device) -> TrainedModel:
     if not where.is_dir():
-        hint = "a folder of `mycel train`, or a model's own"
+        hint = f"{near_runs(where) or 'a folder of `mycel train`'}, or a model's own"
         raise TrainError(f"no such run or model folder: {where}\n  try       {hint}")
     if not (where / "config.json").is_file() and (around := run_around(where)):
         raise TrainError(f"{where} is part of a run, not a run\n  try       {around}")
