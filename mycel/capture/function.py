@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +85,7 @@ class Captured:
     recorded: tuple[tuple[list[torch.Tensor], bool], ...] = ()  # does torch record gradients of these?
     islands: tuple[PythonCall, ...] = ()  # what the program runs as plain Python
     environment: tuple[tuple[str, str | None], ...] = ()  # variables of the process that must be what they were
+    log_levels: tuple[tuple[logging.Logger, int | None, int], ...] = ()  # … and of loggers: level, is it enabled?
     copies: frozenset[int] = frozenset()  # results that are copies of what lives on: by their places
 
 
@@ -314,6 +316,7 @@ def _capture(
         tuple(tracer.recorded),
         tuple(tracer.python_calls),
         tuple(tracer.environment.items()),
+        tuple((logger, level, answer) for (logger, level), answer in tracer.log_levels.items()),
         frozenset(i for i, is_copy in enumerate(copies) if is_copy),
     )
 
