@@ -31,6 +31,7 @@ from mycel.capture.loops import repeat as traced_repeat
 from mycel.capture.maybe_items import parts, varies
 from mycel.capture.merge import Want, fit, wrapped
 from mycel.capture.nested import is_inside as is_in_block
+from mycel.capture.record import Traced
 from mycel.capture.slots import UNDEFINED, Objects, assigned, variables
 from mycel.capture.syntax.draws import CLOCKS, DRAWS, refuse_iterator
 from mycel.capture.syntax.flex import flex_rule
@@ -59,7 +60,7 @@ from mycel.capture.trace import TRACING, Tracer
 from mycel.capture.traced_text import TracedText, refuse_text
 from mycel.capture.trial import NoIslandError
 from mycel.capture.turns import most_turns
-from mycel.capture.weak import as_number
+from mycel.capture.weak import as_number, python_type
 from mycel.errors import CaptureError, MisfitError
 from mycel.ir import Type
 from mycel.ops import o
@@ -523,6 +524,19 @@ def _remembered(fn: Any, *args: Any, **kwargs: Any) -> Any:
     return value
 
 
+def _type(*args: Any) -> Any:
+    """type(x): a traced tensor is a tensor, a number that is not known one of Python's."""
+    x = args[0] if len(args) == 1 else None
+    if type(x) is not Traced:
+        return type(*args)
+    return python_type(x) if x.weak else torch.Tensor
+
+
+def _is_instance(x: Any, classes: Any) -> bool:
+    """isinstance(x, classes)"""
+    return isinstance(python_type(x)() if type(x) is Traced and x.weak else x, classes)
+
+
 def _bool(x: Any = False) -> Any:
     """bool, which asks a tensor for its truth: one that is not known is a number, as those of float and int are."""
     answer = decide(x)
@@ -627,6 +641,8 @@ def _linearize(fn: Callable[..., Any], *primals: Any) -> Any:
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     breakpoint: _breakpoint,
+    type: _type,
+    isinstance: _is_instance,
     print: traced_print,
     warnings.warn: traced_warn,
     range: _range,
