@@ -795,6 +795,20 @@ class PrototypesByLabel(Mlp):
         return F.cross_entropy(-torch.cdist(h, centres), target) + sum((h[i] - h[j]).norm() for i, j in pairs)
 
 
+@program
+class FunctionsThatChangePlaces(Mlp):
+    """Which activation comes next is kept in attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.act, self.other = torch.tanh, F.silu
+
+    def forward(self, x, y):
+        loss = F.cross_entropy(self.b(self.act(self.a(x))), y)
+        self.act, self.other = self.other, self.act
+        return loss
+
+
 # -- beside torch
 
 
@@ -872,3 +886,21 @@ def test_steps_are_those_of_torch(name):
         loss = step(*batch(i))
         assert torch.allclose(loss, expected, rtol=1e-9, atol=1e-11), i
     same(state(twin), state(plain))
+
+
+def test_modules_that_change_places_in_forward_are_refused_and_stay():
+    class Swapping(Mlp):
+        def __init__(self):
+            super().__init__()
+            self.c = nn.Linear(8, 4)
+
+        def forward(self, x, y):
+            loss = F.cross_entropy(self.b(self.features(x)), y)
+            self.b, self.c = self.c, self.b
+            return loss
+
+    model = Swapping()
+    b, c = model.b, model.c
+    with pytest.raises(mycel.CaptureError, match="puts another module in the place of b, c") as refused:
+        mycel.jit(model)(*batch(0))
+    assert refused.value.hint and model.b is b and model.c is c

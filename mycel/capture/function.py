@@ -240,6 +240,8 @@ def _capture(
                 hook_parameters(tracer, places.parameters())
             result = boundary(tracer, (ROOT,), fn, functools.partial(enter, fn))(*traced[0], **traced[1])
         refuse_draws(draws)
+        if replaced := places.replaced_modules():
+            raise _refuse_modules(replaced)
         objects.refuse_changes()
         outs: list[torch.Tensor] = []
         out_tree = flatten(result, outs, objects=True, varying=True)
@@ -269,6 +271,7 @@ def _capture(
         tracer.refuse_rows(results, "they are what the program returns or keeps")
         _refuse_text(tracer, [tree for _, tree in effects])
     except BaseException as e:
+        places.replaced_modules()
         untouched.put_back()
         undo(places)
         if tracer.counted_rows and not getattr(e, "chosen_at", ""):  # it may be their number that does not fit
@@ -319,6 +322,16 @@ def _capture(
         tuple((logger, level, answer) for (logger, level), answer in tracer.log_levels.items()),
         frozenset(i for i, is_copy in enumerate(copies) if is_copy),
     )
+
+
+def _refuse_modules(names: Sequence[str]) -> CaptureError:
+    """The code puts other modules in the place of these, at every call."""
+    error = refuse(
+        f"the code puts another module in the place of {', '.join(names)}: a program is one of those it was made of",
+        "a flag that chooses between modules, or replacing them between calls",
+    )
+    error.final = True
+    return error
 
 
 def _refuse_text(tracer: Tracer, trees: Sequence[Tree]) -> None:

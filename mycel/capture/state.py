@@ -137,6 +137,7 @@ class Reachable:
         self.functions: list[types.FunctionType] = []
         self.iterators: dict[int, Any] = {}  # that live outside of the function
         self.unfollowed: list[Location] = []
+        self._submodules: list[tuple[str, torch.nn.Module, dict[str, Any]]] = []  # what each module holds
         self._known_rewindables: dict[int, Any] = {}  # by id of the iterators they stand for
         self._seen: set[int] = set()
         for value in (fn, *statics):
@@ -198,6 +199,17 @@ class Reachable:
         self.boxes = [box for box in self.boxes if box.inside is None or not is_inside(box.inside.place)]
         self.boxes = [box for box in self.boxes if box.slots is not xs]
         self.unfollowed.append(at)
+
+    def replaced_modules(self) -> list[str]:
+        """Names of modules in whose place is another one now; those that were there are put back."""
+        names = []
+        for path, module, old in self._submodules:
+            held = module._modules
+            replaced = [name for name, child in old.items() if held.get(name) is not child and name in held]
+            names += [_join(path, name) for name in replaced]
+            for name in replaced:
+                held[name] = old[name]
+        return names
 
     # -- walking --------------------------------------------------------------------------------------------
 
@@ -316,7 +328,7 @@ class Reachable:
         elif _leads_on(value):
             self.links.append(Guarded(place, value))
             self._visit(name, value, self.links[-1])
-        elif isinstance(container, _Held):  # what the mapping makes its items of
+        elif isinstance(container, _Held) or isinstance(value, FUNCTIONS):  # what a mapping makes its items of
             self.links.append(Guarded(place, value))
 
     def _rewindable(self, place: Location, items: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -348,6 +360,7 @@ class Reachable:
             self._seen.add(id(module))
             self.modules[id(module)] = (path, module)
             self._class(type(module))
+            self._submodules.append((path, module, dict(module._modules)))
             for kind, slots in (("parameter", module._parameters), ("buffer", module._buffers)):
                 self._box(path, kind, slots, inside)
                 for key, value in slots.items():
@@ -363,6 +376,9 @@ class Reachable:
 def _holds_iterator(items: Any) -> bool:
     """Is there an iterator in a tuple, or in tuples in it?"""
     return any(_holds_iterator(x) if isinstance(x, tuple) else is_plain_iterator(x) for x in items)
+
+
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType)
 
 
 class _Held:
