@@ -29,6 +29,7 @@ from mycel.capture import (
     rewritten,
 )
 from mycel.capture import capture as capture_call
+from mycel.changing_values import CompiledValues
 from mycel.errors import RunError
 from mycel.ir import Program, Var, check, type_of
 from mycel.ops.product_speed import slow_products
@@ -83,6 +84,7 @@ class Jit:
         self.entries: list[CompiledCall] = []
         self._told = False  # that a cache grows
         self._forward: Jit | None = None  # of a module that generates
+        self._compiled_values = CompiledValues(getattr(fn, "__name__", type(fn).__name__), "call")
         self._last: Callable[[tuple[Any, ...], dict[str, Any]], Any] = lambda args, kwargs: MISS
         functools.update_wrapper(self, fn, updated=())
 
@@ -102,6 +104,7 @@ class Jit:
             return self._as_it_is(cache, args, kwargs)
         with CAPTURING:  # another thread may have captured it meanwhile
             self._last = self._find(args, kwargs).call
+            self._compiled_values.add(args, kwargs)
         out = self._last(args, kwargs)
         if out is MISS:
             raise RunError(f"{self.fn!r} was captured for these arguments, yet they do not fit what was captured")

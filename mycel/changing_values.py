@@ -1,13 +1,17 @@
 """Plain values of batches: a program is made for each of them, and a value that is another one in every batch (a count
-of steps, an id) makes a program for every step.  A step that was compiled for many values of one says so, once.
+of steps, an id) makes a program for every call.  A step, an evaluation or a jitted function that was compiled for many
+values of one says so, once.
 
     step(x=x, index=0); step(x=x, index=1); …        index: 0, 1, 2, …        try index=torch.tensor(index)
 """
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +19,7 @@ import torch
 from mycel.capture import flatten_arguments
 from mycel.ir import Type, type_of
 
-MANY = 5  # values of one argument, for each of which a step was compiled, beside tensors of the same types
+MANY = 5  # values of one argument, for each of which there is a program, beside tensors of the same types
 SHOWN = 40  # letters of a value
 _PLAIN = (int, float, complex, str, bytes)
 
@@ -24,9 +28,11 @@ Types = tuple[Type, ...]
 
 @dataclass
 class CompiledValues:
-    """The plain values in batches that a step was compiled for, by the types of the tensors beside them and by their
-    place in the batch."""
+    """The plain values in batches, or arguments, that something was compiled for, by the types of the tensors beside
+    them and by their place."""
 
+    subject: str = "the step"
+    given: str = "batch"
     values: dict[tuple[Types, str], dict[str, Any]] = field(default_factory=dict)
     has_warned: bool = False
 
@@ -50,11 +56,23 @@ class CompiledValues:
         many = max(map(len, changing.values()))
         lines = [f"  {name:<9} {', '.join(map(_short, values))}" for name, values in changing.items()]
         warnings.warn(
-            f"the step was compiled for {many} values of {', '.join(changing)}, which takes time and memory for each: "
-            "a program holds for the plain values of its batch alone\n" + "\n".join(lines) + "\n"
-            "  try       a tensor (torch.tensor(value)) where the model computes with it; else a batch without it",
-            stacklevel=3,
+            f"{self.subject} was compiled for {many} values of {', '.join(changing)}, which takes time and memory for "
+            f"each: a program holds for the plain values of its {self.given} alone\n" + "\n".join(lines) + "\n"
+            "  try       a tensor (torch.tensor(value)) where the code computes with it; else a "
+            f"{self.given} without it",
+            stacklevel=_user_level(),
         )
+
+
+def _user_level() -> int:
+    """How many calls above the caller the user's code is."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+_PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 def _name(path: str) -> str:

@@ -15,6 +15,7 @@ from mycel.capture import MISS, Captured, Facts, bind, make_room
 from mycel.capture import capture as capture_call
 from mycel.capture.arguments import device_with_data
 from mycel.capture.bind import Call
+from mycel.changing_values import CompiledValues
 from mycel.feed import Fed, Feed, Local, feed_of, from_anywhere, refuse_without_data, refusing_parts, without_host_data
 from mycel.host_parameters import HostParameters
 from mycel.ir import HOST, Block, Program, Var, check
@@ -55,6 +56,7 @@ class Forward:
         self.changed = changed or (lambda captured: captured)
         self.in_parts = in_parts  # are results that are rows of the batch this rank's alone?
         self.entries: list[Signature] = []
+        self._compiled_values = CompiledValues("the evaluation")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for entry in filter(self.usable, self.entries):
@@ -62,7 +64,9 @@ class Forward:
             if out is not MISS:
                 return out
         refuse_without_data(args, kwargs, self.model)
-        return self.prepare(*args, **kwargs).entries[0].call(args, kwargs)
+        out = self.prepare(*args, **kwargs).entries[0].call(args, kwargs)
+        self._compiled_values.add(args, kwargs)
+        return out
 
     def local(self, *args: Any, **kwargs: Any) -> Local:
         """The same, called with this rank's part of batches like this one, which needs no data: see `Step.local`."""

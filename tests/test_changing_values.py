@@ -73,6 +73,25 @@ def test_a_value_that_changes_at_every_call_is_named_once(name):
     assert lines[-1].startswith("  try ") and "torch.tensor(value)" in lines[-1]
 
 
+@pytest.mark.parametrize("name", CHANGING)
+def test_a_value_that_changes_is_named_by_jit_and_evaluation(name):
+    batch, place, values = CHANGING[name]
+    torch.manual_seed(0)
+    model = Scheduled().eval()
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.01), compile=False)
+    for call, subject in ((mycel.jit(model), "Scheduled"), (step.evaluate, "the evaluation")):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            for args, kwargs in [batch(i) for i in range(7)] * 2:
+                assert float(call(*args, **kwargs)) == pytest.approx(float(model(*args, **kwargs)))
+        (warning,) = [w for w in seen if "was compiled for" in str(w.message)]
+        assert warning.filename == __file__
+        what, line, advice = str(warning.message).split("\n")
+        assert what.startswith(f"{subject} was compiled for 5 values of {place},")
+        assert line.split() == [*place.split(), *(v + "," for v in values[:-1]), values[-1]]
+        assert advice.startswith("  try ")
+
+
 def test_what_is_tried_instead_is_one_program():
     losses, eager, seen, step = steps_on([((X,), {"index": torch.tensor(i)}) for i in range(7)])
     assert losses == pytest.approx(eager, rel=1e-6) and not seen and len(step.entries) == 1

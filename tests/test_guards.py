@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models import same
 from torch import nn
 
@@ -366,3 +367,20 @@ def test_versions_follow_every_change_of_a_dict():
             n += 1
             assert read() != before
     assert n > 50
+
+
+@pytest.mark.parametrize(
+    "functions",
+    [(torch.tanh, torch.sin), (F.relu, F.gelu), (torch.Tensor.sin, torch.Tensor.cos), (F.silu, torch.abs)],
+    ids=["builtin", "Python", "method", "both"],
+)
+def test_another_function_of_a_library_is_another_program(functions):
+    class Activated(nn.Module):
+        def forward(self, x):
+            return self.act(x) + self.acts["a"](x) + self.more[0](x)
+
+    model, x = Activated(), torch.linspace(-1, 1, 5)
+    fast = mycel.jit(model)
+    for i, j, k in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1), (0, 0, 0)):
+        model.act, model.acts, model.more = functions[i], {"a": functions[j]}, [functions[k]]
+        assert torch.allclose(fast(x), model(x))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import warnings
 
@@ -354,13 +355,13 @@ def test_a_place_that_code_counts_itself_is_written_by_an_island_alone():
     assert len([w for w in caught if "plain Python" in str(w.message)]) == 1 and pair.model.place == 5
 
 
-def test_an_iterator_in_a_tuple_is_a_refusal_with_its_reason():
+def test_an_iterator_of_a_partial_is_a_refusal_with_its_reason():
     """Why there would be an island, and why there is none: an error of ours, not the search's own."""
-    layer, factors = nn.Linear(3, 3), (iter([2.0, 3.0]),)
+    layer, factor = nn.Linear(3, 3), functools.partial(next, iter([2.0, 3.0]))
 
     def f(x):
         scale = torch.unique(layer(x)).shape[0]
-        return x * scale * next(factors[0])
+        return x * scale * factor()
 
     reason = r"(?s)_unique2 has a shape.*no call around it can stay Python: .* reaches an iterator"
     with pytest.raises(mycel.errors.CaptureError, match=reason):

@@ -1,6 +1,8 @@
 """Iterators that live outside of the code: every call goes on with them, and leaves them, as plain PyTorch does."""
 
 import itertools
+from collections import deque
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -73,6 +75,47 @@ class Layers(nn.Module):
         return layer(x).square().sum()
 
 
+class Pair(NamedTuple):
+    items: Any
+    scale: Any
+
+
+class Nested(Scaled):
+    """An iterator somewhere in what an attribute holds."""
+
+    def __init__(self, held, chosen):
+        super().__init__(None)
+        self.held, self.chosen = held, chosen
+
+    def forward(self, x):
+        return (self.linear(x) * self.chosen(self.held)).square().sum()
+
+
+def numbers():
+    yield from (1.0, 2.0, 0.5, 0.25, 3.0, 1.5, 0.75, 4.0)
+
+
+def taken_by_default(items):
+    return lambda held, items=items: next(items)
+
+
+def by_default():
+    """An iterator that is the default of an argument, and gone through in a loop."""
+    items = numbers()
+    return lambda held, items=items: [item for _, item in zip(range(1), items, strict=False)].pop()
+
+
+NESTED = {
+    "tuple": lambda: Nested((itertools.cycle([1.0, 2.0, 3.0]), 5), lambda held: next(held[0])),
+    "list": lambda: Nested([numbers(), 5], lambda held: next(held[0])),
+    "dict": lambda: Nested({"a": (1, numbers())}, lambda held: next(held["a"][1])),
+    "tuples": lambda: Nested(((numbers(), 1), [numbers()]), lambda held: next(held[0][0]) + 2 * next(held[1][0])),
+    "named": lambda: Nested(Pair(numbers(), 2.0), lambda held: next(held.items) * held.scale),
+    "beside a tensor": lambda: Nested([(numbers(), X[0, 1:])], lambda held: next(held[0][0]) * held[0][1]),
+    "deque": lambda: Nested((deque([1.0, 2.0, 3.0]), 5), lambda held: [held[0][0], held[0].rotate()][0]),
+    "default": lambda: Nested(None, taken_by_default(numbers())),
+    "default, in a loop": lambda: Nested(None, by_default()),
+}
 MODELS = {
     "cycle": lambda: Scaled(itertools.cycle([1.0, 2.0, 3.0])),
     "list": lambda: Scaled(iter([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])),
@@ -120,6 +163,19 @@ def test_every_call_goes_on(name):
     rest = next(plain.items)
     if not isinstance(rest, nn.Module):
         assert next(stepped.items) == rest and next(jitted.items) == rest
+
+
+@pytest.mark.parametrize("name", NESTED)
+def test_every_call_goes_on_wherever_it_is_held(name):
+    plain, optimizer = twin(NESTED[name])
+    expected = followed(plain, optimizer)
+    assert len({round(loss, 9) for loss in expected}) == 5
+    stepped, mine = twin(NESTED[name])
+    assert followed(mycel.train_step(stepped, mine)) == pytest.approx(expected)
+    jitted, mine = twin(NESTED[name])
+    assert followed(mycel.jit(jitted), mine) == pytest.approx(expected)
+    assert type(stepped.held) is type(plain.held)
+    assert torch.equal(torch.as_tensor(stepped.chosen(stepped.held)), torch.as_tensor(plain.chosen(plain.held)))
 
 
 def test_of_closures_and_beside_captured_code():

@@ -3,17 +3,23 @@ returned as PyTorch does."""
 
 import contextlib
 import copy
+import functools
 import io
+import json
 import logging
+import random
 import re
 import sys
 import warnings
 
 import pytest
 import torch
+from distributing import OneDevice
+from pipelining import Tied, pipeline_equals
 from torch import nn
 
 import mycel
+from mycel.plan.schedule import named
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*runs as plain Python")
 
@@ -92,6 +98,205 @@ def test_text_is_that_of_each_call(name):
     assert said(step, stepped) == expected
 
 
+def twice(model, x, h):
+    print("again", h.sum())
+    print("again", h.sum())
+
+
+def turns(model, x, h):
+    total = h.detach().abs().sum()
+    while total < 100:
+        print("turn")
+        total = total * 2
+
+
+PLAIN = {
+    "plain": lambda model, x, h: print("hi", 3, sep="-"),
+    "twice": lambda model, x, h: [print("hi"), print("hi"), print()],
+    "the same value twice": twice,
+    "stderr": lambda model, x, h: print("hi", file=sys.stderr, flush=True),
+    "value to stderr": lambda model, x, h: print(h.sum(), file=sys.stderr, flush=True),
+    "branch": lambda model, x, h: print("small") if h.sum() < 20 else print("large"),
+    "turns": turns,
+    "generator": lambda model, x, h: list(spoken()),
+}
+
+
+def spoken():
+    print("hi")
+    yield 1
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_text_without_values_is_said_at_every_call(name):
+    plain, eager_step = beside_torch(PLAIN[name])
+    stepped, jitted = copy.deepcopy(plain), copy.deepcopy(plain)
+    assert said(mycel.jit(jitted, strict=True), jitted) == said(copy_of := copy.deepcopy(plain), copy_of)
+    step = mycel.train_step(stepped, torch.optim.SGD(stepped.parameters(), lr=0.01), strict=True)
+    expected = said(eager_step, plain)
+    assert len(expected.split("\n")) > 3
+    assert said(step, stepped) == expected
+
+
+def test_a_module_that_is_called_twice_alike_is_heard_twice():
+    class Saying(nn.Module):
+        def forward(self, x):
+            print("here")
+            return x.sin().cos().exp()
+
+    saying = Saying()
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        mycel.jit(lambda x: saying(x) + saying(x))(torch.ones(2))
+    assert out.getvalue() == "here\n" * 2
+
+
+@functools.cache
+def say_once(text):
+    print(text)
+
+
+def test_what_a_cached_function_says_is_said_once():
+    def fn(x):
+        say_once("once for all")
+        return x * 2
+
+    out = io.StringIO()
+    fast = mycel.jit(fn)
+    with contextlib.redirect_stdout(out):
+        for i in range(3):
+            fast(torch.full((2,), float(i)))
+    assert out.getvalue() == "once for all\n"
+
+
+def test_text_without_values_in_a_pipeline_is_said_once_for_each_microbatch():
+    class Saying(Tied):
+        def forward(self, ids, labels):
+            print("a microbatch")
+            return super().forward(ids, labels)
+
+    torch.manual_seed(0)
+    ids = torch.randint(0, 12, (4, 3))
+    one = OneDevice.of(Saying().double(), {"ids": ids, "labels": ids}, accumulate=4)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        pipeline_equals(one, named("1f1b", 2, 4), random.Random(0))
+    assert out.getvalue() == "a microbatch\n" * 8  # in the pipeline, and on one device
+
+
+# -- text that is looked into
+
+
+def first_letters(x, h):
+    return h * (2.0 if f"{h.sum():.3f}"[0] == "-" else 3.0)
+
+
+def by_length(x, h):
+    return h * len(f"{h.sum():.1f}")
+
+
+def by_words(x, h):
+    whole, part = f"{h.sum().item():.3f}".split(".")
+    return h * int(whole) + int(part)
+
+
+def by_search(x, h):
+    return h * (2.0 if re.search(r"^-\d", f"{h.sum():.3f}") else 3.0)
+
+
+def by_key(x, h):
+    return h * {"True": 2.0}.get(f"{bool(h.sum() > 0)}", 5.0)
+
+
+def kept_text(x, h):
+    texts = [f"{v:.2f}" for v in h[0].tolist()]
+    return h * sum(float(text) for text in texts) + len(max(texts))
+
+
+def parsed(x, h):
+    try:
+        return h * float(f"{h.sum():.3f}")
+    except ValueError:
+        return h * 0
+
+
+LOOKS = {
+    "length": by_length,
+    "letters": first_letters,
+    "split": by_words,
+    "equal": lambda x, h: h if f"{h.sum():.0f}" == "-2" else h * 7,
+    "differs": lambda x, h: h if "%.0f" % h.sum().item() != "-2" else h * 7,  # noqa: UP031
+    "order": lambda x, h: h if f"{h.sum()}" < "2" else h * 7,
+    "in": lambda x, h: h if "-" in f"sum {h.sum()}" else h * 7,
+    "in text": lambda x, h: h if f"{(h.sum() > 0)}" in "tensor(True)" else h * 7,
+    "not in": lambda x, h: h if "-" not in str(h.sum()) else h * 7,
+    "starts": lambda x, h: h if f"{h.sum():.3e}".upper().startswith("-") else h * 7,
+    "joined": lambda x, h: h * len(", ".join(map(str, h[0].tolist()))),
+    "formatted": lambda x, h: h * "{:.3f}|{}".format(h.sum().item(), 1).count("-"),  # noqa: UP032
+    "padded": lambda x, h: h * f"{h.sum().item()!s:>30}".index("-" if h.sum() < 0 else "."),
+    "added": lambda x, h: h * ("sum " + str(h.sum()) + "!").find("."),
+    "iterated": lambda x, h: h * sum(letter.isdigit() for letter in f"{h.sum():.3e}"),
+    "searched": by_search,
+    "key": by_key,
+    "kept": kept_text,
+    "parsed": parsed,
+    "json": lambda x, h: h * len(json.dumps({"loss": [f"{h.sum():.3f}"]})),
+    "repr": lambda x, h: h * len(repr([f"{h.detach()}"])),
+}
+
+
+class Looking(nn.Module):
+    """Computes by what the text of a tensor looks like."""
+
+    def __init__(self, look):
+        super().__init__()
+        self.linear, self.look = nn.Linear(2, 2, dtype=torch.float64), look
+
+    def forward(self, x):
+        return self.look(x, self.linear(x)).sum()
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_text_that_is_looked_into_is_that_of_each_call(name):
+    torch.manual_seed(0)
+    plain = Looking(LOOKS[name])
+    stepped = copy.deepcopy(plain)
+    fast = mycel.jit(copy.deepcopy(plain))
+    first = copy.deepcopy(plain)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
+    step = mycel.train_step(stepped, torch.optim.SGD(stepped.parameters(), lr=0.01))
+    for i in (1.0, 20.0, -3.0, -400.0):
+        x = torch.tensor([[i, 1.0], [2.0, i]], dtype=torch.float64)
+        assert fast(x).item() == pytest.approx(first(x).item())
+        optimizer.zero_grad()
+        loss = plain(x)
+        loss.backward()
+        optimizer.step()
+        assert step(x).item() == pytest.approx(loss.item())
+    assert all(torch.allclose(p, q) for p, q in zip(stepped.parameters(), plain.parameters(), strict=True))
+    with pytest.raises(mycel.CaptureError, match=r"was looked into|was asked of"):
+        mycel.jit(copy.deepcopy(plain), strict=True)(torch.ones(2, 2, dtype=torch.float64))
+
+
+def test_text_that_is_looked_into_and_returned_is_refused_with_its_line():
+    model = Returning(lambda x, h, loss: f"{loss:.2f}".upper())
+    with pytest.raises(mycel.CaptureError, match=r"was looked into \(upper\)") as refused:
+        mycel.jit(model)(torch.ones(3, 2))
+    assert refused.value.file == __file__ and "upper" in refused.value.text and refused.value.hint
+
+
+def test_an_error_that_a_value_decides_shows_types_where_it_has_no_values():
+    def fn(x):
+        if x.sum() > 2:
+            raise ValueError(f"too large: {x}")
+        return x * 2
+
+    fast = mycel.jit(fn)
+    assert torch.equal(fast(torch.ones(2)), torch.full((2,), 2.0))
+    with pytest.raises(mycel.RunError, match=r"ValueError: too large: f32\[2\]"):
+        fast(torch.ones(2) * 4)
+
+
 LOG = logging.getLogger("mycel_test.printing")
 
 
@@ -117,6 +322,7 @@ LOGS = {
     "arguments": lambda model, x, h: LOG.warning("h %s of %s, %d", h, x, 3),
     "number": lambda model, x, h: LOG.log(35, "sum %s %s", h.sum().item(), f"{h.sum().item():.2f}"),
     "printf": lambda model, x, h: LOG.info("sum %.3f", h.sum()),
+    "without values": lambda model, x, h: LOG.info("called with %d", 3),
     "not enabled": lambda model, x, h: LOG.debug("h %s", h),
     "adapter": lambda model, x, h: logging.LoggerAdapter(LOG, {}).error("h %s", h),
     "extra": lambda model, x, h: LOG.info("sum %s", h.sum(), extra={"place": 3}),
@@ -175,6 +381,30 @@ def test_logs_and_warnings_are_those_of_each_call(name, action):
     expected = logged_and_warned(eager_step, action)
     step = mycel.train_step(stepped, torch.optim.SGD(stepped.parameters(), lr=0.01))
     assert logged_and_warned(step, action) == expected
+
+
+def test_a_logger_whose_level_changes_is_seen_at_the_next_call():
+    def fn(x):
+        LOG.debug("sum %s", x.sum())
+        LOG.info("called")
+        if LOG.getEffectiveLevel() > logging.INFO:
+            return x * 3
+        return x * (2 if LOG.isEnabledFor(logging.DEBUG) else 1)
+
+    fast, handler, before = mycel.jit(fn), Records(), LOG.level
+    logging.getLogger().addHandler(handler)
+    x, heard = torch.ones(2), []
+    try:
+        for level, factor in [(20, 1), (10, 2), (20, 1), (30, 3), (10, 2), (20, 1)]:
+            LOG.setLevel(level)
+            handler.kept.clear()
+            assert torch.equal(fast(x), x * factor)
+            heard.append([record[2] for record in handler.kept])
+    finally:
+        logging.getLogger().removeHandler(handler)
+        LOG.setLevel(before)
+    said = ["sum tensor(2.)", "called"]
+    assert heard == [said[1:], said, said[1:], [], said, said[1:]] and len(fast.entries) == 3
 
 
 def test_what_is_logged_alone_stays_in_the_program():
@@ -277,3 +507,22 @@ def test_text_that_python_needs_is_refused_with_its_line():
         mycel.jit(lambda x: (x * scale, "%.2f" % (x * scale).sum()))(torch.ones(2))  # noqa: UP031
     assert refused.value.file == __file__ and refused.value.text.startswith("mycel.jit(")
     assert "no call around it can stay Python" in str(refused.value) and refused.value.hint
+
+
+def test_what_is_said_with_accumulate_is_said_once_for_each_part():
+    class Saying(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(2, 3)
+
+        def forward(self, x, labels):
+            h = self.linear(x)
+            print(f"{x.sum():.1f}")
+            return nn.functional.cross_entropy(h, labels)
+
+    model = Saying()
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.01), accumulate=2)
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        step(torch.arange(8.0).reshape(4, 2), torch.tensor([0, 1, -100, 2]))
+    assert out.getvalue() == "6.0\n22.0\n"

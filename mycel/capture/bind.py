@@ -199,6 +199,9 @@ class _GuardWriter:
         for name, value in self.c.environment:
             self.env["variable"] = os.environ.get
             self.guard(f"variable({name!r}) != {value!r}")
+        for logger, level, answer in self.c.log_levels:
+            asked = "getEffectiveLevel()" if level is None else f"isEnabledFor({level!r})"
+            self.guard(f"{self.constant(logger, 'L')}.{asked} != {answer!r}")
         for params, recorded in self.c.recorded:
             self.env["grad_mode"] = (lambda: True) if self.c.differentiated else torch.is_grad_enabled
             self.guard(

@@ -18,6 +18,7 @@ from mycel.capture.merge import Merge, fit
 from mycel.capture.nested import KEY, OpenBlock, branch_key, finish, free, journal, opened, written
 from mycel.capture.slots import UNDEFINED, Objects, Slot, assigned, variables
 from mycel.capture.trace import Tracer
+from mycel.capture.traced_text import shown_types
 from mycel.capture.tree import flatten
 from mycel.ir import Ref, Var, atom_type, cond
 from mycel.ops import o
@@ -137,7 +138,7 @@ def check(tracer: Tracer, test: torch.Tensor, message: str) -> None:
     """An equation that stops the program where the test does not hold."""
     tracer.here()
     with tracer:
-        o.assert_true(tracer.cell(test).read(), message=message, source=tracer.source)
+        o.assert_true(tracer.cell(test).read(), message=shown_types(message), source=tracer.source)
 
 
 class _Branch:

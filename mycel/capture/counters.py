@@ -19,9 +19,9 @@ from typing import Any
 import torch
 
 from mycel.capture.alias import Cell
-from mycel.capture.fence import refuse
+from mycel.capture.fence import is_library, refuse
 from mycel.capture.record import Traced
-from mycel.capture.state import ClassAttributes, Container, Location, Reachable, contents, is_static, owner
+from mycel.capture.state import FUNCTIONS, ClassAttributes, Container, Location, Reachable, contents, is_static, owner
 from mycel.capture.trace import Tracer
 from mycel.ir import Var
 from mycel.ops import o
@@ -78,12 +78,23 @@ def changed_values(places: Reachable) -> Iterable[tuple[Container, Any, Any]]:
             continue
         for key, value in now.items():
             old = box.old.get(key)
-            if value is old or not is_static(value) or slot_of(box, key) in seen:
+            if value is old or slot_of(box, key) in seen:
+                continue
+            if not is_static(value) and not _is_function_of(places, value, old):
                 continue
             if key in box.old and type(value) is type(old) and value == old:
                 continue
             seen.add(slot_of(box, key))
             yield box, key, value
+
+
+def _is_function_of(places: Reachable, value: Any, old: Any) -> bool:
+    """Is a function another one than before, and one that was there before, or a library's?"""
+    if not (isinstance(value, FUNCTIONS) and isinstance(old, FUNCTIONS)) or value == old:
+        return False
+    code = getattr(value, "__code__", None)
+    is_own = code is not None and not is_library(code.co_filename)
+    return not is_own or any(value is held for box in places.boxes for held in box.old.values())
 
 
 @dataclass(frozen=True)

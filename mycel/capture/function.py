@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -84,6 +85,7 @@ class Captured:
     recorded: tuple[tuple[list[torch.Tensor], bool], ...] = ()  # does torch record gradients of these?
     islands: tuple[PythonCall, ...] = ()  # what the program runs as plain Python
     environment: tuple[tuple[str, str | None], ...] = ()  # variables of the process that must be what they were
+    log_levels: tuple[tuple[logging.Logger, int | None, int], ...] = ()  # … and of loggers: level, is it enabled?
     copies: frozenset[int] = frozenset()  # results that are copies of what lives on: by their places
 
 
@@ -238,6 +240,8 @@ def _capture(
                 hook_parameters(tracer, places.parameters())
             result = boundary(tracer, (ROOT,), fn, functools.partial(enter, fn))(*traced[0], **traced[1])
         refuse_draws(draws)
+        if replaced := places.replaced_modules():
+            raise _refuse_modules(replaced)
         objects.refuse_changes()
         outs: list[torch.Tensor] = []
         out_tree = flatten(result, outs, objects=True, varying=True)
@@ -267,6 +271,7 @@ def _capture(
         tracer.refuse_rows(results, "they are what the program returns or keeps")
         _refuse_text(tracer, [tree for _, tree in effects])
     except BaseException as e:
+        places.replaced_modules()
         untouched.put_back()
         undo(places)
         if tracer.counted_rows and not getattr(e, "chosen_at", ""):  # it may be their number that does not fit
@@ -314,8 +319,19 @@ def _capture(
         tuple(tracer.recorded),
         tuple(tracer.python_calls),
         tuple(tracer.environment.items()),
+        tuple((logger, level, answer) for (logger, level), answer in tracer.log_levels.items()),
         frozenset(i for i, is_copy in enumerate(copies) if is_copy),
     )
+
+
+def _refuse_modules(names: Sequence[str]) -> CaptureError:
+    """The code puts other modules in the place of these, at every call."""
+    error = refuse(
+        f"the code puts another module in the place of {', '.join(names)}: a program is one of those it was made of",
+        "a flag that chooses between modules, or replacing them between calls",
+    )
+    error.final = True
+    return error
 
 
 def _refuse_text(tracer: Tracer, trees: Sequence[Tree]) -> None:

@@ -50,7 +50,8 @@ def describe(x: Any) -> str:
     if x is None or x is UNDEFINED or is_number(x):
         return repr(x)
     text = repr(x)
-    return f"{type(x).__name__} {text}" if len(text) < 60 else f"a {type(x).__name__}"
+    is_shown = len(text) < 60 and text != object.__repr__(x)  # that has an address
+    return f"{type(x).__name__} {text}" if is_shown else f"a {type(x).__name__}"
 
 
 @dataclass(frozen=True)

@@ -154,6 +154,7 @@ def _guard_rebound(places: Reachable, structures: Structures, change: ReboundSlo
 def restore(places: Reachable) -> None:
     """Put back what slots held before: what they hold now is assigned after each call.  Objects without tensors, and
     what was added to lists, stay."""
+    rebound = {slot_of(box, key) for box, key, _ in changed_values(places)}
     for box in places.boxes:
         now = contents(box.slots)
         grew = isinstance(box.slots, list) and len(now) != len(box.old)
@@ -162,7 +163,7 @@ def restore(places: Reachable) -> None:
             return not isinstance(v, torch.Tensor) and (grew or not is_static(v)) and not _holds_traced(v)
 
         want = {
-            k: v if v is box.old.get(k) or stays(v) else box.old.get(k)
+            k: v if v is box.old.get(k) or (stays(v) and slot_of(box, k) not in rebound) else box.old.get(k)
             for k, v in now.items()
             if k in box.old or stays(v)
         }

@@ -14,7 +14,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -24,6 +24,7 @@ from mycel.capture.facts import CONSTANT, GIVEN, UNKNOWN, Fact, dependence, eval
 from mycel.capture.fence import here, refuse, refuse_read
 from mycel.capture.rows import ChosenRows, refuse_rows, write_rows
 from mycel.capture.state import Location, Reachable
+from mycel.capture.traced_text import TextOf, TracedText
 from mycel.errors import CaptureError
 from mycel.ir import CONTROL, OPS, Atom, Block, Builder, Eqn, Op, Type, Var, type_of
 
@@ -47,6 +48,10 @@ class Traced(torch.Tensor):
         tensor.cell, tensor.tracer = cell, tracer
         return tensor
 
+    @property  # type: ignore[misc]  # what code that asks for its class takes it for
+    def __class__(self) -> type:  # type: ignore[override]
+        return torch.Tensor
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -61,6 +66,15 @@ class Traced(torch.Tensor):
             return f"Traced({self.cell.var})"
         return self.tracer.text_of(self, "number" if self.weak else "text")
 
+    def as_subclass(self, cls: Any) -> Any:
+        """A tensor of another class has code that would not be seen."""
+        if cls is torch.Tensor:
+            return self.view_as(self)
+        raise refuse(
+            f"a traced tensor was made a {cls.__name__}, which is a class of tensors with code of its own",
+            "a plain tensor, and functions for what the class does",
+        )
+
     def __round__(self, digits: int | None = None) -> Any:
         """Python rounds as decimal numbers are written."""
         raise refuse_read("__round__")
@@ -70,14 +84,6 @@ class Traced(torch.Tensor):
         if self.weak:
             raise refuse_read("__hash__")
         return id(self)
-
-
-class TextOf(NamedTuple):
-    """Text of a value: how it is written (`ops/effects.py`), and the line that asked for it."""
-
-    var: Var
-    form: str
-    source: str
 
 
 _NUMBERS = itertools.count()  # of texts: those of two captures are not the same
@@ -193,7 +199,7 @@ class Record(Builder):
         with self:
             text = f"Traced({next(_NUMBERS)}: {cell.var.type})"
             self.texts[text] = TextOf(cell.read(), form, here()[0])
-        return text
+        return TracedText(text, self)
 
     def concrete(self, x: torch.Tensor) -> torch.Tensor | None:
         """The actual value of a traced tensor that depends on no input: computed now.  None if it does depend on

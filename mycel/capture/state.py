@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from mycel.capture.fence import is_library
-from mycel.capture.unfollowed import is_unfollowed
+from mycel.capture.unfollowed import is_plain_iterator, is_unfollowed, rewindable
 
 CELL = "cell_contents"
 DEEPEST = 6  # containers in containers
@@ -61,6 +61,47 @@ class Location:
     def mutable(self) -> bool:
         """May the program update it?  State of modules and arguments: yes; captured variables: no."""
         return self.kind in ("parameter", "buffer", "attribute", "argument")
+
+
+@dataclass(frozen=True, eq=False)
+class TupleItem(Location):
+    """An item of a tuple: writing it puts another tuple in the place of that one."""
+
+    @property
+    def outer(self) -> Location:
+        assert self.inside is not None
+        return self.inside.place
+
+    def read(self) -> Any:
+        return self.outer.read()[self.key]
+
+    def write(self, value: Any) -> None:
+        items = [*self.outer.read()]
+        if items[self.key] is not value:
+            items[self.key] = value
+            is_known = all(a is b for a, b in zip(items, self.container, strict=True))
+            self.outer.write(self.container if is_known else with_items(self.container, items))
+
+    def whole(self) -> Any:
+        """The outermost tuple that is there now."""
+        return self.outer.whole() if isinstance(self.outer, TupleItem) else self.outer.read()
+
+
+def with_items(like: Any, items: list[Any]) -> Any:
+    """A tuple with these items, of the class of another."""
+    return type(like)(*items) if hasattr(like, "_fields") else tuple(items)
+
+
+def tuple_item(place: Location) -> TupleItem | None:
+    """The place of an item of a tuple as one to write to, where the tuple is in one."""
+    if place.inside is None or place.inside.value is not place.container:
+        return None
+    outer: Location | None = place.inside.place
+    if outer is not None and isinstance(outer.container, tuple):
+        outer = tuple_item(outer)
+    if outer is None:
+        return None
+    return TupleItem(place.name, place.kind, place.container, place.key, Guarded(outer, place.inside.value))
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,6 +137,8 @@ class Reachable:
         self.functions: list[types.FunctionType] = []
         self.iterators: dict[int, Any] = {}  # that live outside of the function
         self.unfollowed: list[Location] = []
+        self._submodules: list[tuple[str, torch.nn.Module, dict[str, Any]]] = []  # what each module holds
+        self._known_rewindables: dict[int, Any] = {}  # by id of the iterators they stand for
         self._seen: set[int] = set()
         for value in (fn, *statics):
             self._visit("", value, None)
@@ -157,6 +200,17 @@ class Reachable:
         self.boxes = [box for box in self.boxes if box.slots is not xs]
         self.unfollowed.append(at)
 
+    def replaced_modules(self) -> list[str]:
+        """Names of modules in whose place is another one now; those that were there are put back."""
+        names = []
+        for path, module, old in self._submodules:
+            held = module._modules
+            replaced = [name for name, child in old.items() if held.get(name) is not child and name in held]
+            names += [_join(path, name) for name in replaced]
+            for name in replaced:
+                held[name] = old[name]
+        return names
+
     # -- walking --------------------------------------------------------------------------------------------
 
     def _visit(self, name: str, value: Any, inside: Guarded | None) -> None:
@@ -208,7 +262,11 @@ class Reachable:
             elif name in fn.__globals__:
                 self._box(name, "variable", _GlobalName(fn.__globals__, name), inside)
                 self._entry(name, fn.__globals__, name, "variable", inside)
-        self._entries("default", fn.__defaults__ or (), range(len(fn.__defaults__ or ())), "variable", inside)
+        key = "__defaults__"
+        at = Location(f"{fn.__name__}.{key}", "variable", Attributes(fn, [key]), key, inside)
+        defaults = self._rewindable(at, fn.__defaults__ or ())
+        within = Guarded(at, defaults) if any(map(is_unfollowed, defaults)) else inside
+        self._entries("default", defaults, range(len(defaults)), "variable", within)
         self._entries("default", fn.__kwdefaults__ or {}, fn.__kwdefaults__ or {}, "variable", inside)
         if not is_library(fn.__code__.co_filename):  # code that is reloaded comes into the same function
             parts = Attributes(fn, ["__code__", "__defaults__", "__kwdefaults__"])
@@ -257,20 +315,40 @@ class Reachable:
                 self.statics.append(Guarded(place, copy.copy(value)))
         elif isinstance(value, (list, tuple, dict)):
             if depth:
+                value = self._rewindable(place, value) if isinstance(value, tuple) else value
                 self.sizes.append((value, len(value)))
                 link = Guarded(place, value)
                 if not isinstance(value, tuple):
                     self._box(name, kind, value, link)
                 self._entries(name, _as_held(value), _keys(value), kind, link, depth=depth - 1)
-        elif is_unfollowed(value) and not isinstance(container, tuple):
-            self.unfollowed.append(place)
+        elif is_unfollowed(value) and (held := tuple_item(place) if isinstance(container, tuple) else place):
+            self.unfollowed.append(held)
         elif isinstance(value, Iterator):
             self.iterators[id(value)] = value
         elif _leads_on(value):
             self.links.append(Guarded(place, value))
             self._visit(name, value, self.links[-1])
-        elif isinstance(container, _Held):  # what the mapping makes its items of
+        elif isinstance(container, _Held) or isinstance(value, FUNCTIONS):  # what a mapping makes its items of
             self.links.append(Guarded(place, value))
+
+    def _rewindable(self, place: Location, items: tuple[Any, ...]) -> tuple[Any, ...]:
+        """A tuple with iterators in it that can go back, from now on in the place of this one."""
+        if isinstance(place.container, tuple) or not (type(items) is tuple or hasattr(items, "_fields")):
+            return items
+
+        def replaced(item: Any) -> Any:
+            if isinstance(item, tuple):
+                return with_items(item, [*map(replaced, item)]) if _holds_iterator(item) else item
+            return self._known_rewindables.setdefault(id(item), rewindable(item)) if is_plain_iterator(item) else item
+
+        if not _holds_iterator(items):
+            return items
+        items = replaced(items)
+        place.write(items)
+        for box in self.boxes:
+            if owner(box.slots) is owner(place.container) and place.key in box.old:
+                box.old[place.key] = items
+        return items
 
     def _box(self, name: str, kind: str, slots: Any, inside: Guarded | None) -> None:
         self.boxes.append(Container(name, kind, slots, contents(slots), inside))
@@ -282,6 +360,7 @@ class Reachable:
             self._seen.add(id(module))
             self.modules[id(module)] = (path, module)
             self._class(type(module))
+            self._submodules.append((path, module, dict(module._modules)))
             for kind, slots in (("parameter", module._parameters), ("buffer", module._buffers)):
                 self._box(path, kind, slots, inside)
                 for key, value in slots.items():
@@ -292,6 +371,14 @@ class Reachable:
             self._box(path, "attribute", vars(module), inside)
             keys = [k for k in vars(module) if k not in _MODULE_FIELDS]
             self._entries(path, vars(module), keys, "attribute", inside)
+
+
+def _holds_iterator(items: Any) -> bool:
+    """Is there an iterator in a tuple, or in tuples in it?"""
+    return any(_holds_iterator(x) if isinstance(x, tuple) else is_plain_iterator(x) for x in items)
+
+
+FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType)
 
 
 class _Held:

@@ -8,6 +8,7 @@ dispatch starts below it.  What was traced so far is its record (`record.py`).
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -87,7 +88,9 @@ class Tracer(Record):
         self.remembered: dict[Any, Any] = {}  # what functions under functools.cache gave
         self.leaves: list[Traced] = []  # tensors that ask for a gradient of their own (`autograd.py`)
         self.duals: dict[Var, Var | None] = {}  # values that code gave a tangent, or took it from (`autograd.py`)
+        self.says_now = False  # is a function under functools.cache called, which is heard once?
         self.environment: dict[str, str | None] = {}  # variables of the process that the user's code read
+        self.log_levels: dict[tuple[logging.Logger, int | None], int] = {}  # what the user's code asked of loggers
         self.patches: list[Patch] = []  # what torch has other code for while this is traced
 
     # -- what operators' capture rules ask of their builder ------------------------------------------------------

@@ -3,6 +3,7 @@ torch or Python would ask for values are patched."""
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import logging
@@ -30,8 +31,8 @@ from mycel.capture.modes import DispatchMode, FunctionMode
 from mycel.capture.plain import suspended
 from mycel.capture.skipped_masks import skipped_masks
 from mycel.capture.syntax import rewritten_forward
-from mycel.capture.syntax.printing import traced_handle, traced_warn
-from mycel.capture.trace import TRACING, Patch, Tracer
+from mycel.capture.syntax.printing import traced_handle, traced_print, traced_warn
+from mycel.capture.trace import TRACING, Patch, Tracer, is_traced_here
 
 
 @contextlib.contextmanager
@@ -69,7 +70,10 @@ def traced_by(tracer: Tracer) -> Iterator[None]:
         Patch(torch, "from_numpy", _of_tensors(torch.from_numpy)),
         Patch(_IMPORTS, "_find_and_load", _plain_import(_IMPORTS._find_and_load)),
         Patch(logging.Logger, "handle", traced_handle(logging.Logger.handle)),
+        Patch(logging.Logger, "isEnabledFor", _noted_level(logging.Logger.isEnabledFor)),
+        Patch(logging.Logger, "getEffectiveLevel", _noted_level(logging.Logger.getEffectiveLevel)),
         Patch(warnings, "warn", traced_warn),
+        Patch(builtins, "print", traced_print),
         *skipped_masks(),
         *(Patch(kind, "__call__", _unprofiled(kind.__call__)) for kind in _SCRIPTED),
         *(Patch(torch, name, _no_seed(name)) for name in (() if tracer.is_strict else SEEDS)),
@@ -149,19 +153,35 @@ def _no_seed(name: str) -> Callable[..., NoReturn]:
     return seed
 
 
-def _is_on_the_way(module: str) -> bool:
-    """Is it a module between os.environ and the code that asks?"""
-    return module in ("os", "collections.abc") or module.startswith("mycel.")
+def _is_asked_by_user(*on_the_way: str) -> bool:
+    """Does the user's code ask, by way of these modules?"""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module not in on_the_way and not module.startswith("mycel."):
+            break
+        frame = frame.f_back
+    return frame is not None and not is_library(frame.f_code.co_filename)
+
+
+def _noted_level(plain: Callable[..., int]) -> Callable[..., int]:
+    """isEnabledFor and getEffectiveLevel of a logger: asked by the user's code, they are part of the signature."""
+
+    def ask(logger: logging.Logger, *level: int) -> int:
+        answer = plain(logger, *level)
+        if is_traced_here() and _is_asked_by_user(*(["logging"] if level else [])):  # it asks itself for the other
+            for tracer in TRACING:
+                tracer.log_levels[logger, level[0] if level else None] = answer
+        return answer
+
+    return ask
 
 
 def _noted_read(plain: Callable[..., str]) -> Callable[..., str]:
     """os.environ[name], and what goes by way of it: read by the user's code, it is part of the signature."""
 
     def read(self: Any, name: str) -> str:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and _is_on_the_way(frame.f_globals.get("__name__", "")):
-            frame = frame.f_back
-        if frame is not None and not is_library(frame.f_code.co_filename):
+        if _is_asked_by_user("os", "collections.abc"):
             for tracer in TRACING:
                 tracer.environment[name] = self._data.get(self.encodekey(name)) and plain(self, name)
         return plain(self, name)

@@ -18,8 +18,19 @@ import torch
 from mycel.capture.plain import CountedOperators, states_kept, suspended, unheard
 from mycel.capture.record import Traced
 from mycel.capture.sampling import counts, extremes, others, sample
-from mycel.capture.state import Container, Location, Reachable, contents, is_static, owner, put_back
+from mycel.capture.state import (
+    Container,
+    Location,
+    Reachable,
+    TupleItem,
+    contents,
+    is_static,
+    owner,
+    put_back,
+    with_items,
+)
 from mycel.capture.trace import Tracer
+from mycel.capture.traced_text import TracedText
 from mycel.capture.tree import Tree, flatten, holds_tensors
 from mycel.capture.unfollowed import (
     Untouched,
@@ -75,6 +86,8 @@ class Trial:
             )
         if any(type(value) is Untouched for value in self.arguments.statics()):
             raise NoIslandError(f"{call_name(fn, '')} is given what Python alone knows the state of")
+        if any(type(value) is TracedText for value in self.arguments.statics()):
+            raise NoIslandError(f"{call_name(fn, '')} is given text of a tensor")
         self.boxes: list[Container] = reached.boxes
         self.unfollowed = reached.unfollowed
         self.states: list[Callable[[], None]] = []  # of these, before the last run
@@ -410,14 +423,14 @@ class Trial:
                 said.enter_context(unheard())
             for place in stands_in:
                 place.write(untouched(place.read()))
+            self.laid |= {id(place.whole()) for place in stands_in if isinstance(place, TupleItem)}
             for place, real in files if silent else ():
                 self.laid.add(id(sinks[id(real)]))
                 place.write(sinks[id(real)])
             for i, place in self.places:
                 _write(place, self._as_python(i, operands[i]))
             for place, old, items in self.tuples.values():
-                new = [operands[items[k]] if k in items else x for k, x in enumerate(old)]
-                laid = type(old)(*new) if hasattr(old, "_fields") else tuple(new)
+                laid = with_items(old, [operands[items[k]] if k in items else x for k, x in enumerate(place.read())])
                 self.laid.add(id(laid))
                 _write(place, laid)
             yield

@@ -126,10 +126,20 @@ def real_at(place: Any) -> Any:
     """The object at a place, where it is one that Python alone knows the state of; in the place of an iterator there
     is one that can go back from now on."""
     real = untouched(place.read())
-    if isinstance(real, Iterator) and not isinstance(real, (Rewindable, io.IOBase)):
+    if is_plain_iterator(real):
         real = Rewindable(real)
         place.write(real)
     return real
+
+
+def is_plain_iterator(value: Any) -> bool:
+    """An iterator that cannot go back."""
+    return isinstance(value, Iterator) and not isinstance(value, (Rewindable, Untouched, io.IOBase))
+
+
+def rewindable(iterator: Iterator[Any]) -> Rewindable:
+    """One that can, in its place."""
+    return Rewindable(iterator)
 
 
 class UntouchedObjects:

@@ -107,3 +107,8 @@ def _is_weak(x: Any) -> bool:
 
 def _as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x if x.dtype == dtype else x.to(dtype)
+
+
+def python_type(x: torch.Tensor) -> type:
+    """What Python would have for a number that is a tensor here."""
+    return bool if x.dtype == torch.bool else float if x.is_floating_point() else complex if x.is_complex() else int

@@ -69,6 +69,7 @@ What the fields mean
   opens     ranks share it whole; of what each of them runs its `expand` takes its place, so that what several equations
             do to the same operand is done once
   effect    it is run for what it does, not for its value: never left out
+  says      … it says something: two that say the same are heard twice
   defaults  of static params; read from the kernel's signature where they are not given
   examples  argument lists the laws run on, e.g. "f[2,3], i64[3]<5, dim=1" (grammar in tests/examples.py)
 """
@@ -144,6 +145,7 @@ class Op:
     followed: int | None = None
     write: Callable[..., Any] | None = None
     effect: bool = False
+    says: bool = False
     examples: Sequence[str] = ()
     fresh: bool = False
     into: Sequence[str] = ()

@@ -40,14 +40,16 @@ def text_in_form(x, form):
     return str(x)
 
 
-@op(types=lambda *values, **_: Type(torch.bool, ()), effect=True)
-def show(*values, parts, sep=" ", end="\n", forms=()):
+@op(types=lambda *values, **_: Type(torch.bool, ()), effect=True, says=True)
+def show(*values, parts, sep=" ", end="\n", forms=(), stream="stdout", flush=False):
     """Prints, when the program runs."""
-    print(*texts_of(values, parts, forms), sep=sep, end=end)
+    import sys
+
+    print(*texts_of(values, parts, forms), sep=sep, end=end, file=getattr(sys, stream), flush=flush)
     return torch.tensor(True)
 
 
-@op(types=lambda *values, **_: Type(torch.bool, ()), effect=True)
+@op(types=lambda *values, **_: Type(torch.bool, ()), effect=True, says=True)
 def write_log(*values, parts, logger, level, file, line, function="", forms=()):
     """Logs, when the program runs, as the user's line would."""
     import logging
@@ -59,7 +61,7 @@ def write_log(*values, parts, logger, level, file, line, function="", forms=()):
     return torch.tensor(True)
 
 
-@op(types=lambda *values, **_: Type(torch.bool, ()), effect=True)
+@op(types=lambda *values, **_: Type(torch.bool, ()), effect=True, says=True)
 def write_warning(*values, parts, category, file, line, module, forms=()):
     """Warns, when the program runs, as the user's line would; `category` is module:class."""
     import pkgutil
@@ -72,7 +74,7 @@ def write_warning(*values, parts, category, file, line, module, forms=()):
     return torch.tensor(True)
 
 
-@op(types=lambda *values, **_: Type(torch.bool, ()), effect=True)
+@op(types=lambda *values, **_: Type(torch.bool, ()), effect=True, says=True)
 def pause(*values, names, source=""):
     """Stops in the debugger, when the program runs, where the user's code has a breakpoint(): `values` are its tensors
     by name."""

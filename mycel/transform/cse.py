@@ -10,7 +10,7 @@ calls and uses of them meet here too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import replace
 from typing import Any
 
@@ -27,21 +27,25 @@ def cse(program: Program) -> Program:
     blocks: dict[str, Block] = {}
     seen: dict[Any, str] = {}
     refs: dict[str, str] = {}
+    saying: set[str] = set()  # blocks that say something
     for name in order(program):
-        block = _merge(program.blocks[name], refs, consts)
+        if any(eqn.op.says or any(ref in saying for ref in eqn.refs) for eqn in program.blocks[name].eqns):
+            saying.add(name)
+        block = _merge(program.blocks[name], refs, consts, saying)
         refs[name] = name if name == program.entry else seen.setdefault(_shape(block), name)
         blocks[name] = block
     return prune(replace(program, blocks=blocks))
 
 
-def _merge(block: Block, refs: Mapping[str, str], consts: Mapping[str, str]) -> Block:
+def _merge(block: Block, refs: Mapping[str, str], consts: Mapping[str, str], saying: Set[str]) -> Block:
     """One block, its equal equations merged; `refs` and `consts` say which name stands for which."""
     values: dict[Var, Atom] = {}
     first: dict[Any, tuple[Var, ...]] = {}
     eqns = []
     for eqn in block.eqns:
+        is_heard = eqn.op.says or any(ref in saying for ref in eqn.refs)
         eqn = _renamed(substitute(eqn, values), refs, consts)
-        if eqn.op.grows:  # where it stands twice it is gathered again on purpose: what it brings is large
+        if is_heard or eqn.op.grows:  # what is gathered twice is large: it is gathered again on purpose
             eqns.append(eqn)
             continue
         outputs = first.setdefault((_key(eqn), tuple(v.type for v in eqn.outputs)), eqn.outputs)

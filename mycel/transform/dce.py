@@ -24,16 +24,17 @@ from mycel.ir import CONTROL, Atom, Block, Eqn, Params, Program, Var, call, cond
 Slot = tuple[str, str, int]  # ("in" | "out", block, k); ("operand" | "result", equation id, k)
 
 
-def dce(program: Program) -> Program:
-    """Equations, block inputs, block outputs, blocks and constants that nobody needs => nothing."""
-    live = _Needed(program)
+def dce(program: Program, effects: bool = True) -> Program:
+    """Equations, block inputs, block outputs, blocks and constants that nobody needs => nothing.  Without `effects`
+    what an equation does is no reason to keep it: another program that computes the same does it."""
+    live = _Needed(program, effects)
     return prune(replace(program, blocks={n: live.rest(n, b) for n, b in live.blocks.items()}))
 
 
 class _Needed:
     """What is needed: values of blocks, equations (by id) and slots."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, effects: bool) -> None:
         self.program = program
         self.blocks = {name: program.blocks[name] for name in order(program)}
         self.producers = {n: {v: e for e in b.eqns for v in e.outputs} for n, b in self.blocks.items()}
@@ -43,9 +44,10 @@ class _Needed:
         self.slots: set[Slot] = set()
         self.ties: dict[Slot, list[list[Slot]]] = {}
         self.homes: dict[str, tuple[str, Eqn]] = {}
-        self.acting = _acting(self.blocks)
+        self.acting = _acting(self.blocks) if effects else set()
         self.todo: list[tuple[str, Atom]] = [(program.entry, x) for x in program.main.outputs]
-        self._effects(program.entry)
+        if effects:
+            self._effects(program.entry)
         while self.todo:
             self._value(*self.todo.pop())
 

@@ -87,7 +87,7 @@ def shares(
     counting = Block(main.inputs, main.eqns, tuple(counts))
     return (
         replace(program, blocks={**program.blocks, program.entry: block}, roles=roles),
-        dce(replace(program, blocks={**program.blocks, program.entry: counting}, updates=())),
+        dce(replace(program, blocks={**program.blocks, program.entry: counting}, updates=()), effects=False),
         loss.unseen,
     )
 
@@ -113,7 +113,7 @@ def weighing(program: Program, whole: Program, active: Collection[str], split: C
     counting = Block(main.inputs, main.eqns, tuple(counts))
     weights = [w for w in (loss.weight(t, counts, rows) for t in terms) if w is not None]
     return Weighing(
-        dce(replace(program, blocks={**program.blocks, program.entry: counting}, updates=())),
+        dce(replace(program, blocks={**program.blocks, program.entry: counting}, updates=()), effects=False),
         tuple(weights),
         tuple(loss.unseen),
     )

@@ -101,12 +101,17 @@ def _clock(plain: Callable[[], Any]) -> Callable[[], Any]:
 
 def _next(iterator: Any, *default: Any) -> Any:
     """next(): of an iterator that lives outside, each call would have the same item."""
-    if TRACING and id(iterator) in TRACING[-1].places.iterators:
+    refuse_iterator(iterator)
+    return next(iterator, *default)
+
+
+def refuse_iterator(items: Any) -> None:
+    """CaptureError where an iterator that lives outside goes on, and nothing stands for it."""
+    if TRACING and id(items) in TRACING[-1].places.iterators:
         raise refuse(
             "next() of an iterator that lives outside of the function: every call would use the same item",
             "taking the item outside and passing it as an argument",
         )
-    return next(iterator, *default)
 
 
 CLOCKS: dict[Any, Callable[..., Any]] = {

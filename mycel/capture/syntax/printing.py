@@ -13,7 +13,6 @@ import builtins
 import logging
 import os
 import pkgutil
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,25 +20,31 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mycel.capture.fence import refuse, refuse_read, user_frame
-from mycel.capture.record import TextOf, Traced
+from mycel.capture.fence import is_library, refuse, refuse_read, user_frame
+from mycel.capture.record import Traced
 from mycel.capture.trace import TRACING, Tracer, is_traced_here
+from mycel.capture.traced_text import PATTERN, TextOf
 from mycel.capture.tree import LEAF, Tree
 from mycel.errors import CaptureError
 from mycel.ops import o
 
+_plain_print: Any = builtins.print
 
-def traced_print(*args: Any, sep: str | None = None, end: str | None = None, **rest: Any) -> None:
-    """print: of traced tensors, and of text made of them, when the program runs; of all else now."""
-    if not TRACING:
-        return builtins.print(*args, sep=sep, end=end, **rest)
+
+def traced_print(
+    *args: Any, sep: str | None = None, end: str | None = None, file: Any = None, flush: bool = False
+) -> None:
+    """print: when the program runs; into a file now, where no traced tensors are in what is printed."""
+    if not is_traced_here():
+        return _plain_print(*args, sep=sep, end=end, file=file, flush=flush)
     tracer, between = TRACING[-1], " " if sep is None else sep
     tracer.here()
     values: list[TextOf] = []
     pieces = [pieces_of(tracer, arg, values) for arg in args]
-    if not values:
-        return builtins.print(*args, sep=sep, end=end, **rest)
-    if rest:
+    stream = "stdout" if file is None else _name_of(file)
+    if not values and (stream is None or tracer.says_now):
+        return _plain_print(*args, sep=sep, end=end, file=file, flush=flush)
+    if stream is None:
         raise refuse_read("__format__")
     parts = [p for i, some in enumerate(pieces) for p in ([between] * bool(i) + some)]
     if all(len(some) == 1 for some in pieces):
@@ -53,7 +58,14 @@ def traced_print(*args: Any, sep: str | None = None, end: str | None = None, **r
             sep=between,
             end="\n" if end is None else end,
             **_forms(values),
+            **({"stream": stream} if stream != "stdout" else {}),
+            **({"flush": True} if flush else {}),
         )
+
+
+def _name_of(file: Any) -> str | None:
+    """One of Python's own streams, whichever file that is at the time."""
+    return next((name for name in ("stdout", "stderr") if getattr(sys, name) is file), None)
 
 
 def _forms(values: Sequence[TextOf]) -> dict[str, Any]:
@@ -68,7 +80,7 @@ def pieces_of(tracer: Tracer, arg: Any, values: list[TextOf]) -> list[Any]:
         values.append(TextOf(tracer.cell(arg).read(), "number" if arg.weak else "text", tracer.source))
         return [len(values) - 1]
     pieces: list[Any] = []
-    for i, text in enumerate(re.split(r"(Traced\(\d+: [^\s()]+\))", str(arg))):  # as `Record.text_of` writes it
+    for i, text in enumerate(PATTERN.split(str(arg))):
         value = tracer.texts.get(text)
         if i % 2 and (value is None or value.var in tracer.closed):
             raise refuse(
@@ -91,7 +103,7 @@ def with_texts(tracer: Tracer, tree: Tree, values: Iterator[Any], everything: li
         everything.append(next(values))
         return tree
     texts: list[TextOf] = []
-    parts = pieces_of(tracer, tree.key, texts) if tree.kind == "static" and type(tree.key) is str else []
+    parts = pieces_of(tracer, tree.key, texts) if tree.kind == "static" and isinstance(tree.key, str) else []
     if texts:
         everything += [(value.var, False) for value in texts]
         return Tree("text", (tuple(parts), tuple(value.form for value in texts)), (LEAF,) * len(texts))
@@ -108,7 +120,8 @@ def traced_write(plain: Callable[[Any], Any], text: Any) -> Any:
 
 
 def traced_handle(plain: Callable[..., None]) -> Callable[..., None]:
-    """Logger.handle: of a record with text of traced tensors when the program runs; of all else now."""
+    """Logger.handle: of a record of the user's code, or with text of traced tensors, when the program runs; of all else
+    now."""
 
     def handle(logger: logging.Logger, record: logging.LogRecord) -> None:
         if not is_traced_here():
@@ -123,11 +136,14 @@ def traced_handle(plain: Callable[..., None]) -> Callable[..., None]:
             return plain(logger, record)
         values: list[TextOf] = []
         parts = pieces_of(tracer, text, values)
-        if not values:
-            return plain(logger, record)
+        is_now = tracer.says_now or is_library(record.pathname)
         extra = vars(record).keys() - vars(logging.makeLogRecord({})).keys() - {"message"}
         if extra or record.exc_info or record.stack_info or logging.getLogger(logger.name) is not logger:
-            raise refuse_read("__format__")
+            if values:
+                raise refuse_read("__format__")
+            is_now = True
+        if is_now and not values:
+            return plain(logger, record)
         tracer.here()
         with tracer:
             o.write_log(

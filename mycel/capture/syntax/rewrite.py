@@ -12,6 +12,7 @@
     assert c, s                     m.check(c, lambda: s, "c")
     f(x)                            m.call(f)(x)
     x[i]                            m.subscripted(x)[i]
+    f"{x}", a % b, a in b           m.as_text(f"{x}"), m.remainder(a, b), m.is_inside(a, b)
     [f(x) for x in s if c]          m.comprehend(s, lambda s: [f(x) for x in s if c], the same as a loop, True)
 
 Bodies are closures over the function's own variables, so the runtime reads and writes those through the closures'
@@ -292,6 +293,9 @@ class _Rewriter(ast.NodeTransformer):
         return placed(_runtime("negate", self.visit(node.operand)), node)
 
     def visit_Compare(self, node: ast.Compare) -> Any:
+        if len(node.ops) == 1 and isinstance(node.ops[0], (ast.In, ast.NotIn)):
+            is_inside = placed(_runtime("is_inside", self.visit(node.left), self.visit(node.comparators[0])), node)
+            return is_inside if isinstance(node.ops[0], ast.In) else placed(ast.UnaryOp(ast.Not(), is_inside), node)
         if len(node.ops) == 1 or self._binds_inside(node):
             return self.generic_visit(node)
         rest = [
@@ -300,6 +304,22 @@ class _Rewriter(ast.NodeTransformer):
             for part in (ast.Constant(_SIGNS[type(op)]), self.lazy(x))
         ]
         return placed(_runtime("compare", self.visit(node.left), *rest), node)
+
+    def visit_BinOp(self, node: ast.BinOp) -> Any:
+        is_text = isinstance(node.op, ast.Mod) and not _is_number(node.left) and not _is_number(node.right)
+        self.generic_visit(node)
+        return placed(_runtime("remainder", node.left, node.right), node) if is_text else node
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> Any:
+        return placed(_runtime("as_text", self._parts(node)), node)
+
+    def _parts(self, node: ast.JoinedStr) -> ast.JoinedStr:
+        for part in node.values:
+            if isinstance(part, ast.FormattedValue):
+                part.value = self.visit(part.value)
+                if isinstance(part.format_spec, ast.JoinedStr):
+                    part.format_spec = self._parts(part.format_spec)
+        return node
 
     def visit_IfExp(self, node: ast.IfExp) -> Any:
         if _is_static(node.test) or self._binds_inside(node):
@@ -356,6 +376,11 @@ def _is_static(test: ast.expr) -> bool:
         case ast.Name(id=name):
             return name in ("__debug__", "TYPE_CHECKING")
     return False
+
+
+def _is_number(node: ast.expr) -> bool:
+    """A number as it is written, which text is no format of."""
+    return isinstance(node, ast.Constant) and isinstance(node.value, (int, float))
 
 
 def _runtime(name: str, *args: ast.expr) -> ast.expr:

@@ -31,9 +31,10 @@ from mycel.capture.loops import over
 from mycel.capture.loops import repeat as traced_repeat
 from mycel.capture.maybe_items import parts, varies
 from mycel.capture.merge import Want, fit, wrapped
-from mycel.capture.nested import is_inside
+from mycel.capture.nested import is_inside as is_in_block
+from mycel.capture.record import Traced
 from mycel.capture.slots import UNDEFINED, Objects, assigned, variables
-from mycel.capture.syntax.draws import CLOCKS, DRAWS
+from mycel.capture.syntax.draws import CLOCKS, DRAWS, refuse_iterator
 from mycel.capture.syntax.flex import flex_rule
 from mycel.capture.syntax.list_places import (
     checked,
@@ -47,10 +48,20 @@ from mycel.capture.syntax.lists import LISTS, each_apart, extreme, some, vary
 from mycel.capture.syntax.load import twin
 from mycel.capture.syntax.printing import traced_print, traced_warn, traced_write
 from mycel.capture.syntax.rewrite import RUNTIME
+from mycel.capture.syntax.texts import (
+    MAKERS,
+    as_text,  # noqa: F401  rewritten code calls this
+    is_inside,  # noqa: F401  … and this
+    is_text_method,
+    remainder,  # noqa: F401  … and this
+    with_text,
+    without_text,
+)
 from mycel.capture.trace import TRACING, Tracer
+from mycel.capture.traced_text import TracedText, refuse_text
 from mycel.capture.trial import NoIslandError
 from mycel.capture.turns import most_turns
-from mycel.capture.weak import as_number
+from mycel.capture.weak import as_number, python_type
 from mycel.errors import CaptureError, MisfitError
 from mycel.ir import Type
 from mycel.ops import o
@@ -176,6 +187,7 @@ def _while(tracer: Tracer, test: Callable[[], Any], body: Callable[[], Any], nam
 
 def comprehend(items: Any, plain: Callable[[Any], Any], loop: Callable[[Any], list[Any]], chooses: bool) -> Any:
     """[f(x) for x in items], `chooses`: if c(x); `loop` is the same as a for loop that appends."""
+    refuse_iterator(items)
     if TRACING and isinstance(items, _SEQUENCES) and (chooses or vary() and varies(items)):
         return loop(items)
     return plain(items)
@@ -244,6 +256,7 @@ def _known(x: Any) -> Any:
 
 def each(items: Any, body: Callable[[Any], None], more: Callable[[], Any] | None, names: Sequence[str]) -> None:
     """for item in items: body(item), as long as more()"""
+    refuse_iterator(items)
     if TRACING:
         tracer = TRACING[-1]
         if isinstance(items, Range):
@@ -483,9 +496,13 @@ def call(fn: Any) -> Any:
         return functools.partial(traced_write, fn)
     if TRACING and (flex := flex_rule(fn)) is not None:
         return flex
+    if TRACING and is_text_method(fn):
+        return with_text(fn)
     run = twin(fn, _GIVEN)
     if run is fn and vary():
         run = checked(fn)
+    elif run is fn and TRACING:
+        run = without_text(fn)
     return function_boundary(TRACING[-1], fn, run) if TRACING else run
 
 
@@ -499,10 +516,28 @@ def _remembered(fn: Any, *args: Any, **kwargs: Any) -> Any:
     known, key = TRACING[-1].remembered, (cached, args, tuple(kwargs.items()))
     if key in known:
         return known[key]
-    value = call(cached.__wrapped__)(*args, **kwargs)
-    if not is_inside():  # what a branch or a loop made is its own
+    tracer, was_now = TRACING[-1], TRACING[-1].says_now
+    tracer.says_now = True
+    try:
+        value = call(cached.__wrapped__)(*args, **kwargs)
+    finally:
+        tracer.says_now = was_now
+    if not is_in_block():  # what a branch or a loop made is its own
         known[key] = value
     return value
+
+
+def _type(*args: Any) -> Any:
+    """type(x): a traced tensor is a tensor, a number that is not known one of Python's."""
+    x = args[0] if len(args) == 1 else None
+    if type(x) is not Traced:
+        return type(*args)
+    return python_type(x) if x.weak else torch.Tensor
+
+
+def _is_instance(x: Any, classes: Any) -> bool:
+    """isinstance(x, classes)"""
+    return isinstance(python_type(x)() if type(x) is Traced and x.weak else x, classes)
 
 
 def _bool(x: Any = False) -> Any:
@@ -516,6 +551,8 @@ def _number(kind: type[float] | type[int]) -> Callable[..., Any]:
 
     def number(*args: Any, **kwargs: Any) -> Any:
         x = args[0] if len(args) == 1 and not kwargs else None
+        if type(x) is TracedText:
+            raise refuse_text(kind.__name__)
         if not TRACING or not isinstance(x, torch.Tensor) or x.numel() != 1 or x.is_complex():
             return kind(*args, **kwargs)
         if TRACING[-1].fact(x) is not None:
@@ -607,6 +644,8 @@ def _linearize(fn: Callable[..., Any], *primals: Any) -> Any:
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     breakpoint: _breakpoint,
+    type: _type,
+    isinstance: _is_instance,
     print: traced_print,
     warnings.warn: traced_warn,
     range: _range,
@@ -628,6 +667,7 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     **DRAWS,
     **CLOCKS,
     **LISTS,
+    **MAKERS,
 }
 _GIVEN = {RUNTIME: sys.modules[__name__], "undefined@": UNDEFINED}
 
