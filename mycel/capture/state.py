@@ -360,7 +360,8 @@ class Reachable:
             self._seen.add(id(module))
             self.modules[id(module)] = (path, module)
             self._class(type(module))
-            self._submodules.append((path, module, dict(module._modules)))
+            if isinstance(module._modules, dict):  # those of a script cannot be replaced
+                self._submodules.append((path, module, dict(module._modules)))
             for kind, slots in (("parameter", module._parameters), ("buffer", module._buffers)):
                 self._box(path, kind, slots, inside)
                 for key, value in slots.items():
