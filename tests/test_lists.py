@@ -453,6 +453,7 @@ def items_of_a_set(w, x):
     return x.sum() * len(set(kept))
 
 
+@pytest.mark.filterwarnings("ignore:.*runs as plain Python")
 @pytest.mark.parametrize("fn", [keys, items_of_a_set], ids=lambda f: f.__name__)
 def test_items_that_may_be_there_are_no_keys(fn):
     """A dict would have all of them: such code stays Python."""
