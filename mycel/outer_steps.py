@@ -12,12 +12,12 @@ was saved is sent again from what was noted, and is the same.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from mycel.ir import Program, Role, Type
+from mycel.ir import Program, Role, Type, Var
 from mycel.lower import SENT_AT, OuterMessage, outer_messages
 from mycel.message_state import KINDS, MessageState
 from mycel.parts import ShardedModel, UnshardedStep
@@ -35,8 +35,15 @@ class LoadedMessage:
 
     message: OuterMessage
     takes: Code | None
-    begins: Code
-    ends: Code | None
+    parts: tuple[Code, ...]
+
+
+@dataclass
+class MessageUnderWay:
+    """How many of its parts have run, and what they returned, by name."""
+
+    done: int = 0
+    values: dict[str, Any] = field(default_factory=dict)
 
 
 class OuterSteps:
@@ -46,7 +53,7 @@ class OuterSteps:
         self.policy, self.parts, self.messages = policy, parts, messages
         self.steps = 0
         self.fragments: list[list[LoadedMessage]] = []
-        self.pending: dict[int, Sequence[Any]] = {}  # by fragment: what was begun
+        self.under_way: dict[int, MessageUnderWay] = {}  # by fragment
         self.device = torch.device("cpu")
 
     def prepare(self, unsharded: UnshardedStep, layouts: Mapping[int, Any]) -> None:
@@ -72,12 +79,9 @@ class OuterSteps:
         return self.parts.apart(layout) if role.name == "sent" else layout
 
     def _loaded(self, message: OuterMessage) -> LoadedMessage:
-        code = lambda program: (
-            None if program is None else self.parts.connected(load(program, self.device, donate=True)[0])
-        )
-        begins = code(message.begins)
-        assert begins is not None
-        return LoadedMessage(message, code(message.takes), begins, code(message.ends))
+        code = lambda program: self.parts.connected(load(program, self.device, donate=True)[0])
+        takes = None if message.takes is None else code(message.takes)
+        return LoadedMessage(message, takes, tuple(map(code, message.parts)))
 
     def before_step(self) -> None:
         """Outer steps start from where the model is."""
@@ -93,42 +97,52 @@ class OuterSteps:
         self.steps += 1
         self.parts.moved()
         for i, each in enumerate(self.fragments):
-            if not each:
-                continue
-            if self.policy.overlap and self.policy.is_received(i, self.steps):
-                then = self.steps - self.policy.overlap
-                message = self._round(each, then)
-                if i not in self.pending:
-                    self.pending[i] = self._run(message.begins, message.message.begins, then)
-                assert message.ends is not None and message.message.ends is not None
-                self._run(message.ends, message.message.ends, then, self.pending.pop(i))
-            if self.policy.is_sent(i, self.steps):
+            count = len(each[0].parts) if each else 0
+            for part in range(1, count):
+                then = self.steps - self.policy.delay(part, count)
+                if self.policy.is_sent(i, then):
+                    self._run_until(part, i, self._round(each, then), then)
+            if each and self.policy.is_sent(i, self.steps):
                 message = self._round(each, self.steps)
                 if message.takes is not None and message.message.takes is not None:
-                    self._run(message.takes, message.message.takes, self.steps)
-                results = self._run(message.begins, message.message.begins, self.steps)
-                if message.ends is not None:
-                    self.pending[i] = results
+                    self._run(message.takes, message.message.takes, self.steps, {})
+                self._run_until(0, i, message, self.steps)
+
+    def _run_until(self, part: int, fragment: int, message: LoadedMessage, sent_at: int) -> None:
+        """A part of a message, and those before it where they have not run: so it is after a resume."""
+        message_now = self.under_way.setdefault(fragment, MessageUnderWay())
+        for k in range(message_now.done, part + 1):
+            program = message.message.parts[k]
+            results = self._run(message.parts[k], program, sent_at, message_now.values)
+            message_now.done = k + 1
+            if message_now.done == len(message.parts):
+                del self.under_way[fragment]
+            else:
+                names = (v.name for v in program.main.outputs if isinstance(v, Var))
+                message_now.values |= dict(zip(names, results, strict=True))
 
     def go_on(self, steps: int) -> None:
         """From another state, after so many steps: what is under way is of the one that was left."""
-        for passed in self.pending.values():
-            for token in passed:
+        for message in self.under_way.values():
+            for token in message.values.values():
                 if isinstance(token, Pending):
                     self.parts.ranks.wait(token)
-        self.pending.clear()
+        self.under_way.clear()
         self.parts.moved()
         self.steps = steps
 
     def _round(self, each: Sequence[LoadedMessage], steps: int) -> LoadedMessage:
         return each[steps // self.policy.every % len(each)]
 
-    def _run(self, code: Code, program: Program, sent_at: int, passed: Sequence[Any] = ()) -> Sequence[Any]:
+    def _run(self, code: Code, program: Program, sent_at: int, passed: Mapping[str, Any]) -> Sequence[Any]:
+        """`passed`: what parts before it returned, by name."""
         tensors = dict(self.parts.tensors())
-        values = [*passed]
-        for v in program.inputs[len(passed) :]:
+        values = []
+        for v in program.inputs:
             role = program.role(v)
-            if role.kind in KINDS:
+            if v.name in passed:
+                values.append(passed[v.name])
+            elif role.kind in KINDS:
                 values.append(self.messages.value(role, v.type, self.device))
             elif role == SENT_AT:
                 values.append(torch.tensor(sent_at, device=self.device))

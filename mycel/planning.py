@@ -115,10 +115,12 @@ def _of_replicas(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
         for message in (
             each[0] for each in lower.outer_messages(task.program, task.inputs or {}, given, holds) if each
         ):
-            times = clock(message.whole)
+            times, size = clock(message.whole), sum(lower.sent(message.whole).values())
             computing = times.totals[plan.COMPUTE]
-            seconds += (computing + max(0.0, times.seconds - computing - beside)) / policy.every
-            sent_bytes += sum(lower.sent(message.whole).values()) / policy.every
+            waiting = times.seconds - computing
+            at_end = waiting * sum(lower.sent(message.parts[-1]).values()) / max(size, 1.0)  # not begun before
+            seconds += (computing + at_end + max(0.0, waiting - at_end - beside)) / policy.every
+            sent_bytes += size / policy.every
         return seconds, sent_bytes
 
     sync = max(of_rank(holds) for holds in _held_by_ranks(done))

@@ -60,7 +60,7 @@ def test_other_draws_are_refused(fn):
 
 
 def test_iterators_of_others_are_refused():
-    with pytest.raises(mycel.CaptureError, match="ITEMS.0, a range_iterator that lives outside of the function"):
+    with pytest.raises(mycel.CaptureError, match=r"ITEMS.0, a range_iterator that lives outside of the function"):
         mycel.jit(lambda x: x * next(ITEMS[0]), strict=True)(X)
 
 

@@ -124,26 +124,31 @@ OUTER = {
     ),
     "outer_sma": (SyncPolicy("dp", "sma", {"H": 1, "alpha": 0.1}), {}),
     "outer_later": (SyncPolicy("dp", "local", {"H": 8, "overlap": 1}), {}),
+    "outer_two_steps_later": (
+        SyncPolicy("dp", "diloco", {"H": 8, "overlap": 2, "lr": 0.7, "momentum": 0.9}),
+        {"w": Compression("int8", True)},
+    ),
 }
 
 
 @pytest.mark.parametrize("name", OUTER)
 def test_outer(name):
-    """What two replicas say to each other: an outer step of what is encoded, with a buffer that is averaged beside it;
-    a part of the way to the mean; and a message that goes on beside the next step, in its three programs."""
+    """What replicas say to each other: an outer step of what is encoded, with a buffer that is averaged beside it; a
+    part of the way to the mean; a message that goes on beside the next step; and one beside two, which waits twice."""
     policy, codecs = OUTER[name]
+    count = 3 if name == "outer_two_steps_later" else 2
     tensors = {W: Type(torch.float32, (4,)), BUFFER: Type(torch.float32, (2,))}
-    message = lower.outer_message(policy, tensors, 2, codecs)
-    parts = {"takes": message.takes, "begins": message.begins, "ends": message.ends}
-    texts = [f"# {part}\n\n{check(p)}" for part, p in parts.items() if p is not None]
-    golden(name, "\n".join((f"# {policy} of w and mean, between 2 replicas\n", *texts)))
+    message = lower.outer_message(policy, tensors, count, codecs)
+    texts = [f"# takes\n\n{check(message.takes)}"] if message.takes is not None else []
+    texts += [f"# part {k}\n\n{check(part)}" for k, part in enumerate(message.parts, 1)]
+    golden(name, "\n".join((f"# {policy} of w and mean, between {count} replicas\n", *texts)))
 
 
 def test_an_outer_message_averages():
     """Without a codec, both replicas have the mean of w; overlapped, they get what the mean was away from what they
     sent."""
     tensors = {W: Type(torch.float32, (4,))}
-    now = lower.outer_message(SyncPolicy("dp", "local", {"H": 8}), tensors, 2, {}).begins
+    now = lower.outer_message(SyncPolicy("dp", "local", {"H": 8}), tensors, 2, {}).whole
     w = [torch.randn(4, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     mean = (w[0] + w[1]) / 2
     assert all(torch.allclose(x, mean) for x in simulate(now, Mesh(dp=2), [w])[0])

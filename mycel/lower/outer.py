@@ -4,17 +4,21 @@ written with ordinary collectives along the axis.  Of a tensor w, in 32 bits:
     local       y = mean(w)                                  w' = y
     diloco      d = mean(anchor - w)                         m' = momentum · m + d
                                                              w' = anchor' = anchor - lr (d + momentum · m')
-    streaming   the same, and                                w' = mixing · w + (1 - mixing) · anchor'
+    streaming   the same anchor' and m'                      w' = mixing · w + (1 - mixing) · anchor'
     gossip      y = w of a partner                           w' = (w + y) / 2
     sma         y = mean(w)                                  w' = w + alpha (y - w)
 
 Buffers are averaged where parameters take an outer step.  Where a message overlaps with steps, what is sent (x, from
 before them) is state, so that a run which goes on sends the same; what it brings is added to the w of then: `w + (y -
-x)`.  The program is cut where it first waits:
+x)`, so that nothing of the steps between is lost (but where `mixing` says so).  The program is cut where it waits, as
+often as there are steps to wait in:
 
-    t = begin(x, op="all_reduce", …)    when it is sent
-    ─────────────────────────────────   `overlap` steps
-    y = finish(t, x, …) …               when it is waited for
+    t = begin(x, op="exchange_chunks", …)       when it is sent
+    ─────────────────────────────────────       a step, or some
+    y = finish(t, x, …) …
+    u = begin(y, op="gather_chunks", …)
+    ─────────────────────────────────────       a step, or some
+    z = finish(u, y, …) …                       `overlap` steps after it was sent
 
 New inputs by their roles: `outer anchor of w`, `outer momentum of w`, `outer sent of w`; and with a codec, of what an
 outer step sends, `error of w over dp` and the counter `sent_at`.
@@ -23,7 +27,7 @@ outer step sends, `error of w over dp` and the counter `sent_at`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,13 +45,12 @@ SENT_AT = Role("counter", "sent_at")
 
 @dataclass(frozen=True)
 class OuterMessage:
-    """A message about some tensors: `takes` notes what is sent, where that is waited for later; `begins` sends, and
-    what it returns is `passed` to `ends` as its first inputs."""
+    """A message about some tensors: `takes` notes what is sent, where that is waited for later.  `parts` are run in
+    turn, some steps apart (`SyncPolicy.is_due`); what one returns are inputs of those behind it, by name."""
 
     whole: Program
     takes: Program | None
-    begins: Program
-    ends: Program | None = None
+    parts: tuple[Program, ...]
 
 
 def outer_messages(
@@ -94,8 +97,8 @@ def outer_message(
     writer = _Outer(policy, tensors, count, codecs, tuple(partners))
     whole = check(overlap(check(compress(writer.exchanged()))))
     if not policy.overlap:
-        return OuterMessage(whole, None, whole)
-    return OuterMessage(whole, check(writer.sent()), *map(check, cut_where_it_waits(whole)))
+        return OuterMessage(whole, None, (whole,))
+    return OuterMessage(whole, check(writer.sent()), tuple(map(check, cut_where_it_waits(whole, policy.overlap))))
 
 
 def rounds(count: int) -> list[tuple[int, ...]]:
@@ -188,7 +191,7 @@ class _Outer:
             brought = {role: self.brought(x, role) for role, x in partial.items()}
             for role, w in held.items():
                 if role in anchors:
-                    new = self.stepped(w, brought[role], anchors[role], momenta[role])
+                    new = self.stepped(w, brought[role], anchors[role], momenta[role], sent[role])
                 else:
                     new = self.averaged(w, brought[role], sent[role])
                 self.updates[w.name] = new if new.dtype == w.dtype else o.cast(new, dtype=w.dtype)
@@ -212,49 +215,69 @@ class _Outer:
             return o.mul(o.add(x, y), share)
         return o.add(as_wide(w), o.mul(o.sub(y, x), share))
 
-    def stepped(self, w: Var, d: Any, anchor: Var, momentum: Var) -> Any:
-        """The outer step, with Nesterov momentum."""
+    def stepped(self, w: Var, d: Any, anchor: Var, momentum: Var, x: Any) -> Any:
+        """The outer step, with Nesterov momentum; x: how far this replica was from the anchor when it sent."""
         options = self.policy.options
         velocity = o.add(o.mul(momentum, options["momentum"]), d)
         moved = o.mul(o.add(d, o.mul(velocity, options["momentum"])), options["lr"])
         new = o.sub(anchor, moved)
         self.updates[momentum.name], self.updates[anchor.name] = velocity, new
-        own = options.get("mixing", 0.0)
-        return o.add(o.mul(as_wide(w), own), o.mul(new, 1.0 - own)) if own else new
+        if own := options.get("mixing", 0.0):
+            return o.add(o.mul(as_wide(w), own), o.mul(new, 1.0 - own))
+        return o.add(as_wide(w), o.sub(x, moved)) if self.policy.overlap and "mixing" not in options else new
 
     def program(self) -> Program:
         block = Block(tuple(self.b.inputs), tuple(self.b.eqns), tuple(self.updates.values()))
         return Program({"main": block}, updates=tuple(self.updates), roles=self.roles)
 
 
-def cut_where_it_waits(program: Program) -> tuple[Program, Program]:
-    """The messages that need no other before them, with what they send, begun; and all the rest, which is given what
-    the first part returns."""
+def cut_where_it_waits(program: Program, most: int) -> list[Program]:
+    """The messages that need no other before them, with what they send, begun; those that need these, begun; and so on,
+    `most` times at most, and all the rest."""
     main = program.main
     names = Builder()
     names.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
-    begun: dict[Eqn, tuple[Eqn, ...]] = {}  # what sends it, and what waits for it
-    waiting: set[Var] = set()
+    depth: dict[Var, int] = {}  # how many messages are waited for before it is there
+    eqns: list[Eqn] = []
+    begun: list[list[Eqn]] = [[] for _ in range(most)]
     for eqn in main.eqns:
+        before = max((depth.get(v, 0) for v in eqn.vars), default=0)
         is_message = eqn.op is o.begin or eqn.op.collective is not None
-        if is_message and not waiting.intersection(eqn.vars):
-            begun[eqn] = (eqn,) if eqn.op is o.begin else _in_two(eqn, names)
-        if eqn.op is o.finish or eqn.op.collective is not None or waiting.intersection(eqn.vars):
-            waiting.update(eqn.outputs)
-    asked = {v for eqn in begun for v in eqn.vars}
-    first: list[Eqn] = []
-    for eqn in reversed(main.eqns):
-        if eqn in begun or asked.intersection(eqn.outputs):
-            first.insert(0, begun[eqn][0] if eqn in begun else eqn)
+        halves = _in_two(eqn, names) if is_message and eqn.op is not o.begin and before < most else (eqn,)
+        if is_message and before < most:
+            begun[before].append(halves[0])
+        eqns += halves
+        waits = eqn.op is o.finish or eqn.op.collective is not None
+        depth |= dict.fromkeys(eqn.outputs, before + waits)
+    parts: list[list[Eqn]] = []
+    for messages in filter(None, begun):
+        parts.append(_needed(messages, [e for e in eqns if not any(e in part for part in parts)]))
+    parts.append([e for e in eqns if not any(e in part for part in parts)])
+    return [_part(program, parts, k) for k in range(len(parts))]
+
+
+def _needed(messages: Sequence[Eqn], eqns: Sequence[Eqn]) -> list[Eqn]:
+    """These, and those of the equations that what they send is made of."""
+    asked, needed = set[Var](), list[Eqn]()
+    for eqn in reversed(eqns):
+        if eqn in messages or asked.intersection(eqn.outputs):
+            needed.append(eqn)
             asked.update(eqn.vars)
-    rest = [e for eqn in main.eqns for e in (begun[eqn][1:] if eqn in begun else (eqn,)) if e not in first]
-    later = {v for e in rest for v in e.vars} | {v for v in main.outputs if isinstance(v, Var)}
-    passed = tuple(v for e in first for v in e.outputs if v in later)
-    inputs = tuple(v for v in main.inputs if any(v in e.vars for e in first))
-    begins = Program(
-        {"main": Block(inputs, tuple(first), passed)}, roles={v.name: program.roles[v.name] for v in inputs}
-    )
-    return begins, replace(program, blocks={"main": Block((*passed, *main.inputs), tuple(rest), main.outputs)})
+    return needed[::-1]
+
+
+def _part(program: Program, parts: Sequence[Sequence[Eqn]], k: int) -> Program:
+    """One of the parts: its inputs are what those before it return, and the program's; the last one has its outputs."""
+    used = [{v for e in part for v in e.vars} for part in parts]
+    used[-1] |= {v for v in program.main.outputs if isinstance(v, Var)}
+    is_last = k == len(parts) - 1
+    held = [v for v in program.main.inputs if is_last or v in used[k]]
+    passed = [v for part in parts[:k] for e in part for v in e.outputs if v in used[k]]
+    returned = [v for e in parts[k] for v in e.outputs if any(v in later for later in used[k + 1 :])]
+    outputs = program.main.outputs if is_last else tuple(returned)
+    block = Block((*passed, *held), tuple(parts[k]), outputs)
+    roles = {v.name: program.roles[v.name] for v in held if v.name in program.roles}
+    return Program({"main": block}, updates=program.updates if is_last else (), roles=roles)
 
 
 def _in_two(eqn: Eqn, names: Builder) -> tuple[Eqn, Eqn]:

@@ -1,13 +1,15 @@
 """What a plan says of how often models of ranks along an axis are made one again:
 
     sync: {dp: every step}                  gradients are summed at each step: the default
-    sync: {dp: local(H=8)}                  each takes steps of its own; every H steps models are averaged
-    sync: {dp: diloco(H=50, lr=0.7, momentum=0.9)}
+    sync: {dp: local(H=8, overlap=0)}       each takes steps of its own; every H steps models are averaged.  What is
+                                            sent after a step is waited for `overlap` steps later, and brings what the
+                                            others did; what a rank did meanwhile it keeps
+    sync: {dp: diloco(H=50, overlap=0, lr=0.7, momentum=0.9)}
                                             what H steps have changed is the gradient of an outer step: SGD with
                                             Nesterov momentum
     sync: {dp: streaming(H=100, fragments=4, overlap=5, mixing=0.5, lr=0.7, momentum=0.9)}
-                                            the same, a fragment of the model after another; what is sent after a step
-                                            is waited for `overlap` steps later, and a rank keeps `mixing` of its own
+                                            the same, a fragment of the model after another; of what a rank has when
+                                            its message comes it keeps `mixing`
     sync: {dp: gossip(H=1, overlap=1)}      pairs average their models, other pairs each time (AD-PSGD)
     sync: {dp: sma(alpha=0.1, H=1)}         models are drawn to their average by `alpha`
     sync: {dp: delayed(correction=0.04)}    all ranks have one model; a step is taken with the gradients of the one
@@ -34,8 +36,8 @@ EVERY_STEP = "every step"
 OUTER = {"lr": 0.7, "momentum": 0.9}
 # by policy its options, and what they are where they are left out; None: must be said
 POLICIES: dict[str, dict[str, float | None]] = {
-    "local": {"H": None},
-    "diloco": {"H": None, **OUTER},
+    "local": {"H": None, "overlap": 0},
+    "diloco": {"H": None, "overlap": 0, **OUTER},
     "streaming": {"H": None, "fragments": 4, "overlap": 1, "mixing": 0.5, **OUTER},
     "gossip": {"H": 1, "overlap": 1},
     "sma": {"alpha": 0.1, "H": 1},
@@ -87,9 +89,9 @@ class SyncPolicy:
         """Is a fragment sent after so many steps?"""
         return steps > 0 and steps % self.every == self.starts(fragment)
 
-    def is_received(self, fragment: int, steps: int) -> bool:
-        """Is it waited for after so many?"""
-        return self.is_sent(fragment, steps - self.overlap)
+    def delay(self, part: int, parts: int) -> int:
+        """How many steps after it was sent a part of a message has its turn: the last one after `overlap`."""
+        return part * self.overlap // max(parts - 1, 1)
 
 
 def read_sync(entry: Any, mesh: Mesh, batch_axes: Sequence[str]) -> SyncPolicy | None:
