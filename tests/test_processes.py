@@ -20,11 +20,14 @@ from pathlib import Path
 import pytest
 import torch
 from golden import golden
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mycel.errors import PlanError, RunError
 from mycel.ir.layout import Mesh
 from mycel.launch import launch
 from mycel.run import rendezvous
+from mycel.run.collectives import ALONE_BYTES, MESSAGE_BYTES, buckets
 from mycel.run.processes import world
 from mycel.run.rendezvous import code_version, connect, difference, named, serve
 from mycel.run.watch import LOST
@@ -431,3 +434,22 @@ def test_wrong_places_to_meet_are_refused():
         pytest.raises(RunError, match=r"cannot listen at 127\.0\.0\.1:"),
     ):
         launch(["say"], 1, rendezvous=f"127.0.0.1:{listener.getsockname()[1]}")
+
+
+@given(st.lists(st.tuples(st.integers(1, 3 << 19), st.sampled_from([torch.float32, torch.bfloat16])), max_size=20))
+@settings(max_examples=50, deadline=None)
+@pytest.mark.parametrize("name, count", [("reduce_scatter", 1), ("all_gather", 2), ("exchange_chunks", 1)])
+def test_as_much_travels_together_as_one_message_is_good_for(name, count, tensors):
+    """Of each type in its order; what begins a message would have been too much for the one before."""
+    xs = [torch.empty(n, dtype=dtype, device="meta") for n, dtype in tensors]
+    together = [bucket for bucket, _ in buckets(name, xs, count, {})]
+    sizes = {i: x.nbytes * count for i, x in enumerate(xs)}
+    assert sorted(i for bucket in together for i in bucket) == list(range(len(xs)))
+    for dtype in (torch.float32, torch.bfloat16):
+        small = [b for b in together if xs[b[0]].dtype == dtype and sizes[b[0]] < ALONE_BYTES]
+        assert [i for b in small for i in b] == [
+            i for i, x in enumerate(xs) if x.dtype == dtype and sizes[i] < ALONE_BYTES
+        ]
+        totals = [sum(sizes[i] for i in b) for b in small]
+        assert all(total <= MESSAGE_BYTES for total in totals)
+        assert all(t + sizes[b[0]] > MESSAGE_BYTES for t, b in zip(totals, small[1:], strict=False))

@@ -148,7 +148,7 @@ class Processes:
         watch = self._watch()
         place = watch.enter(f"{name} over {'.'.join(axes)}", at or self.at, self._members(axes))
         flights = []
-        for bucket, args in buckets(name, xs, how):
+        for bucket, args in buckets(name, xs, self.mesh.count(axes), how):
             group = self._group(axes, xs[bucket[0]].device.type, place)
             messages = begin(group, name, [xs[i] for i in bucket], args)
             try:
