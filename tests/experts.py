@@ -7,6 +7,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import mycel
+from mycel.ir import Program, walk
+
+SPLIT = {"up": ["ep", "-", "-"], "down": ["ep", "-", "-"]}  # of a Layer, over ranks
+
+
+def operators(program: Program) -> set[str]:
+    return {e.op.name for _, e in walk(program)}
 
 
 class Layer(nn.Module):
@@ -115,11 +122,11 @@ class Loop(nn.Module):
     """A layer that goes through its experts, in one of the ways that people write it; its loss is the square of what it
     gives."""
 
-    def __init__(self, how: str, experts: int = 3, width: int = 4, gated: bool = True) -> None:
+    def __init__(self, how: str, experts: int = 3, width: int = 4, gated: bool = True, hidden: int = 6) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.how, self.router = how, nn.Linear(width, experts)
-        self.experts = nn.ModuleList(Expert(width, 6, gated) for _ in range(experts))
+        self.experts = nn.ModuleList(Expert(width, hidden, gated) for _ in range(experts))
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

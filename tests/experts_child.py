@@ -7,7 +7,7 @@ import copy
 import faulthandler
 
 import torch
-from experts import Layer, Mixed, Routed, Shared, Stack, routed
+from experts import Layer, Loop, Mixed, Routed, Shared, Stack, routed
 from stepping import plain_step
 
 import mycel
@@ -35,6 +35,19 @@ def trained(experts: int, chosen: int, message: str) -> None:
         assert torch.equal(load, torch.bincount(batch["ids"].view(-1), minlength=experts)), load
     sent = {e.params.get("op", e.op.name) for _, e in walk(step.program)}  # of what is begun early its name is a param
     assert message in sent, sorted(sent)
+    alike(step.state_dict()["model"], dict(twin.state_dict()))
+
+
+def listed() -> None:
+    """Experts that are modules in a list, of each of which a rank holds a part."""
+    twin = Loop("added", experts=4)
+    model = copy.deepcopy(twin)
+    adamw = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, twin)]
+    step = mycel.train_step(model, adamw[0], compile=False, plan="ep", mesh=Mesh(ep=2))
+    x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    for _ in range(2):
+        alike(float(step(x=x)), plain_step(twin, adamw[1], {"x": x}))
+    assert model.experts[0].up.weight.shape == (6, 2)
     alike(step.state_dict()["model"], dict(twin.state_dict()))
 
 
@@ -126,6 +139,7 @@ if __name__ == "__main__":
     faulthandler.dump_traceback_later(100, exit=True)  # no test waits for ever
     trained(5, 4, "all_gather")
     trained(5, 1, "exchange_rows")
+    listed()
     rebalanced()
     measured({"stages": 2, "microbatches": 4})
     measured({"place": {"1": [0], "*": [1]}})
