@@ -12,6 +12,7 @@ from stepping import plain_step
 
 import mycel
 from mycel import Mesh
+from mycel.errors import RunError
 from mycel.ir import walk
 from mycel.run.groups import RankGroup
 
@@ -95,6 +96,21 @@ def measured(plan: dict) -> None:
     assert all(torch.equal(load[name], expected[name].float()) for name in load), (load, expected)
 
 
+def broken(plan: dict, layer: str) -> None:
+    """A router that gives what is no number is named by every rank, whoever holds it."""
+    model = Stack(2)
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False, plan=plan)
+    x = torch.randn(16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    step(x=x)
+    x[5:7] = float("nan")
+    try:
+        step(x=x)
+    except RunError as error:
+        assert f"the router of {layer} gives weights that are not finite: 4 of 32" in str(error), error
+        return
+    raise AssertionError("no rank says that a router is broken")
+
+
 def counted() -> None:
     """A rank puts on the wire what the routing says and no more: with n of its tokens' choices among experts elsewhere,
     and m of others' among its own, forward n rows go and m come back, backward n go with their cotangents and weights,
@@ -143,6 +159,9 @@ if __name__ == "__main__":
     rebalanced()
     measured({"stages": 2, "microbatches": 4})
     measured({"place": {"1": [0], "*": [1]}})
+    rows = {"*.up": ["ep", "-", "-"], "*.down": ["ep", "-", "-"]}
+    broken({"mesh": {"ep": 2}, "batch": ["ep"], "parameters": rows}, "0")
+    broken({"stages": 2, "microbatches": 4}, "0")
     counted()
     begun(Mixed(), microbatches=4, at_once=2)
     begun(Shared())

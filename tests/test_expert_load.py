@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import math
 from typing import Any
 
 import pytest
 import torch
 from distributing import OneDevice, start_values
 from expert_families import family, quiet, text, written_out
-from experts import SPLIT, Layer, Loop, Routed, operators, routed
+from experts import SPLIT, Layer, Loop, Residual, Routed, operators, routed
 from torch import nn
+from torch.nn import functional as F
 
 import mycel
 from mycel import Mesh, Plan
@@ -68,6 +71,66 @@ def test_a_step_names_the_layer_whose_router_breaks():
     step(**text())
     with pytest.raises(RunError, match=r"router of model\.layers\.1\.mlp\.experts gives weights that are not finite"):
         step.expert_load()
+
+
+class TwoMixtures(nn.Module):
+    """Two layers of experts, the second of which breaks."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Residual(3), Routed(3)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("how", ["step", "loss", "outputs", "accumulate"])
+def test_a_router_that_breaks_stops_the_step(how):
+    """Nobody has asked for loads; parameters are as they were."""
+    model, x = TwoMixtures(), torch.randn(8, 4, dtype=torch.float64)
+    loss = (lambda model, tokens: model(x=tokens) + 1) if how == "loss" else None
+    batch = {"tokens" if how == "loss" else "x": x}
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = mycel.train_step(model, sgd, loss=loss, compile=False, outputs=how == "outputs")
+    run = step.accumulate if how == "accumulate" else step
+    run(**batch)
+    model.second.router.weight.data.fill_(torch.nan)
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(RunError, match=r"router of second gives weights that are not finite: 16 of 16\n  try"):
+        run(**batch)
+    assert all(torch.equal(x, before[name]) or x.isnan().all() for name, x in model.state_dict().items())
+
+
+class Divided(Routed):
+    """Divides what a layer of experts gives, after dropout."""
+
+    def forward(self, x, by):
+        return super().forward(F.dropout(x, 0.5)) / by
+
+
+def test_a_loss_that_breaks_without_its_routers_is_left_to_the_user(monkeypatch):
+    """The routers are looked at once for losses in a row, and draw no numbers that steps would have drawn."""
+    x, one, zero = torch.randn(8, 4, dtype=torch.float64), torch.ones(()).double(), torch.zeros(()).double()
+    losses = []
+    for by in ((one, one, one, one), (one, zero, zero, one)):
+        model = Divided(3)
+        step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.0), compile=False)
+        looks, check = [], step.watch.check
+        monkeypatch.setattr(step.watch, "check", lambda batch, looks=looks, check=check: looks.append(check(batch)))
+        torch.manual_seed(0)
+        losses.append([float(step(x=x, by=b)) for b in by])
+        assert len(looks) == any(b == 0 for b in by)
+    assert losses[0][::3] == losses[1][::3] and not any(map(math.isfinite, losses[1][1:3]))
+    assert step.skipped == 2
+
+
+def test_a_model_without_experts_is_not_watched():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Flatten(0))
+    step = mycel.train_step(
+        model, torch.optim.SGD(model.parameters()), loss=lambda model, x: model(x).sum(), compile=False
+    )
+    step(torch.full((2, 4), math.nan))
+    assert not step.watch.is_on
 
 
 def test_choices_of_experts_that_are_not_there():
