@@ -147,6 +147,52 @@ class Loop(nn.Module):
             y[token] += weights[token, place, None] * expert(x[token])
         return y
 
+    def in_place_behind(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            y[token] = expert(x[token]) * weights[token, place, None] + y[token]
+        return y
+
+    def put(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            y.index_put_((token,), expert(x[token]) * weights[token, place, None], accumulate=True)
+        return y
+
+    def scattered(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            rows = expert(x[token]) * weights[token, place, None]
+            y.scatter_add_(0, token[:, None].expand_as(rows), rows)
+        return y
+
+    def scattered_repeated(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            rows = expert(x[token]) * weights[token, place, None]
+            y = y.scatter_add(0, token.view(-1, 1).repeat(1, x.shape[1]), rows)
+        return y
+
+    def scattered_backwards(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The last element of a row is added to the first: no layer of experts."""
+        y, width = torch.zeros_like(x), torch.arange(x.shape[1])
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            rows = expert(x[token]) * weights[token, place, None]
+            y.scatter_add_(0, (token[:, None] + width) % len(x), rows)
+        return y
+
+    def copied(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            y.index_copy_(0, token, y[token] + expert(x[token]) * weights[token, place, None])
+        return y
+
     def mixtral(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """As transformers had it before its experts were one tensor."""
         y, mask = torch.zeros_like(x), F.one_hot(ids, num_classes=len(self.experts)).permute(2, 1, 0)

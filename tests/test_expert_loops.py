@@ -24,12 +24,15 @@ def same_as_torch(model: nn.Module, x: torch.Tensor) -> None:
         torch.testing.assert_close(grads[name], torch.zeros_like(p) if p.grad is None else p.grad)
 
 
-@pytest.mark.parametrize("how, gated", [("added", False), ("in_place", True), ("mixtral", True)])
-def test_a_loop_over_experts_is_one_operator(how, gated, recwarn):
+ADDED = ["added", "in_place", "in_place_behind", "put", "scattered", "scattered_repeated", "mixtral"]
+
+
+@pytest.mark.parametrize("how", ADDED)
+def test_a_loop_over_experts_is_one_operator(how, recwarn):
     """Whose weights are put together where it runs; with losses and gradients of torch, and on ranks."""
-    model, x = Loop(how, gated=gated), torch.randn(6, 4, dtype=torch.float64)
+    model, x = Loop(how, gated=how != "added"), torch.randn(6, 4, dtype=torch.float64)
     names = operators(mycel.capture(model, x))
-    assert "experts" in names and not names & {"index_add", "index_put", "index"}
+    assert "experts" in names and not names & {"index_add", "index_put", "index", "scatter_add"}
     same_as_torch(model, x)
     assert not [w for w in recwarn if "computes every one" in str(w.message)]
     if how == "mixtral":
@@ -90,7 +93,7 @@ def test_a_mask_that_says_more_stays_as_it_is(how, tokens):
     same_as_torch(model, x)
 
 
-@pytest.mark.parametrize("how", ["some", "twice"])
+@pytest.mark.parametrize("how", ["some", "twice", "scattered_backwards"])
 def test_a_loop_that_does_more_stays_as_it_is(how):
     model, x = Loop(how), torch.randn(6, 4, dtype=torch.float64)
     with pytest.warns(UserWarning, match=r"computes every one(.|\n)*mycel\.experts"):
@@ -98,7 +101,7 @@ def test_a_loop_that_does_more_stays_as_it_is(how):
     same_as_torch(model, x)
 
 
-@pytest.mark.parametrize("how", ["sorted_rows", "full_experts"])
+@pytest.mark.parametrize("how", ["sorted_rows", "full_experts", "copied"])
 def test_a_loop_that_is_refused_is_told_how_to_write_it(how):
     with pytest.raises(CaptureError, match=r"experts\.py:\d+\n(.|\n)*try       for a loop over experts .*mycel\.exp"):
         mycel.capture(Loop(how), torch.randn(6, 4, dtype=torch.float64))

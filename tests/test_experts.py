@@ -39,10 +39,11 @@ def test_a_family_trains_as_in_torch(name):
     assert {"dispatch", "grouped_matmul", "collect"} <= operators(step.program)
 
 
-def test_every_implementation_is_the_same_program():
+@pytest.mark.parametrize("name", sorted(FAMILIES.keys() - {"llama4"}))  # which has one implementation
+def test_every_implementation_is_the_same_program(name):
     def captured(how):
-        model = family("mixtral", how)
-        return mycel.capture(lambda ids: model(input_ids=ids).logits, text()["input_ids"])
+        model = family(name, how)
+        return mycel.capture(lambda ids: model(input_ids=ids, use_cache=False).logits, text()["input_ids"])
 
     programs = [captured(how) for how in IMPLEMENTATIONS]
     assert len(set(map(str, programs))) == 1
