@@ -19,6 +19,7 @@ from mycel import Mesh, Plan
 from mycel.errors import RunError
 from mycel.expert_placement import balanced, by_rank
 from mycel.expert_rows import expert_layers
+from mycel.ops.experts import sizes_of_groups
 from mycel.run import simulate
 from mycel.run.simulate import spread_out
 
@@ -211,11 +212,41 @@ def test_choices_of_a_topk_need_no_check(name):
 
 @pytest.mark.parametrize("ends", [[3, 3, 6], [3, 2, 8], [3, 5, 9]])
 def test_counts_that_do_not_add_up(ends):
-    def f(x, w, ends):
-        return nn.functional.grouped_mm(x, w, offs=ends)
+    """Of rows times matrices forward, and of products of rows; the layer is named."""
+    model, x, wrong = OuterGroups(), torch.randn(8, 16), torch.tensor(ends, dtype=torch.int32)
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False)
+    step(x, torch.tensor([3, 3, 8], dtype=torch.int32))
+    says = r"inner: counts of groups that do not add up to 8 rows\n  at        .*test_expert_load\.py:\d+\n  try"
+    with pytest.raises(RunError, match=says):
+        step(x, wrong)
+    with pytest.raises(RunError, match=r"grouped_mm: counts of groups that do not add up to 8 rows"):
+        mycel.jit(lambda x, ends: nn.functional.grouped_mm(x.T, x, offs=ends))(x, wrong)
 
-    with pytest.raises(RunError, match=r"counts of groups that do not add up: \[3, .*\] are \d of 8 rows"):
-        mycel.jit(f)(torch.randn(8, 16), torch.randn(3, 16, 8), torch.tensor(ends, dtype=torch.int32))
+
+class Groups(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 16, 8))
+
+    def forward(self, x, ends):
+        return nn.functional.grouped_mm(x, self.weight, offs=ends)
+
+
+class OuterGroups(nn.Module):
+    """Products of groups of rows, inside of a model."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Groups()
+
+    def forward(self, x, ends):
+        return self.inner(x, ends).square().mean()
+
+
+@pytest.mark.parametrize("counts", [[3, 0, 3], [9, 0, -1]])
+def test_kernels_of_groups_check_their_counts(counts):
+    with pytest.raises(RunError, match=r"counts of groups that do not add up: \[.*\] are \d of 8 rows"):
+        sizes_of_groups(torch.tensor(counts), 8)
 
 
 # -- experts change places
