@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -211,3 +212,14 @@ class Plain(nn.Linear):
 
     def forward(self, x):
         return super().forward(x).square().mean()
+
+
+def test_attention_and_experts_on_meshes_of_their_own():
+    """The same four ranks: attention over two of them, experts over all; tokens are moved in between."""
+    attention = Plan.read("tp", Mesh(dp=2, tp=2))
+    parameters = {name: layout for name, layout in attention.parameters.items() if "experts" not in name}
+    rows = {f"*.experts.{name}": ["dp.tp", "-", "-"] for name in ("gate_up_proj", "down_proj")}
+    plan = replace(attention, parameters={**rows, **parameters}, batch=["dp"])
+    distributed = step_equals(OneDevice.of(family("mixtral").double(), text(), clip_norm=1.0), plan)
+    layers = [e for _, e in walk(distributed.local) if e.op.name in ("experts", "experts_grad")]
+    assert {e.input_types[-4].shape[0] for e in layers} == {1}
