@@ -71,6 +71,7 @@ def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
         return _in_places(task, given)
     if given.decided is not None:
         return _applied(task, given)
+    plan.warn_of_unsplit(task.program, task.inputs or {}, given.mesh)
     step = LaidOut.of(task, given)
     outcome = step.decided()
     return step.plan_of(outcome), outcome.lowered

@@ -181,15 +181,15 @@ class Search:
     @functools.cached_property
     def space(self) -> SearchSpace:
         cluster = self.cluster
-        experts = max((n for _, n in self._experts()), default=1)
         layers = max(map(len, layer_lists(self.model)), default=1)
-        return SearchSpace(cluster.world, cluster.devices, self.rows, self.length, experts, layers)
+        return SearchSpace(cluster.world, cluster.devices, self.rows, self.length, self._experts(), layers)
 
-    def _experts(self) -> list[tuple[str, int]]:
-        """Patterns of parameters that a layer of experts has one of for each, and how many."""
+    def _experts(self) -> int:
+        """The most experts that a layer has, of those whose parameters the ready plan splits."""
         ready = Plan.read("ep", Mesh(ep=1)).parameters
-        named = [(name, v.shape[0]) for name, v in ((r.name, v) for r, v in _parameters(self.program)) if v.shape]
-        return [(p, count) for p in ready for name, count in named if fnmatchcase(name, p)]
+        is_split = lambda v: any(fnmatchcase(self.program.role(v).name, p) for p in ready)
+        layers = plan.expert_weights(self.program)
+        return max((each.experts for each in layers if any(map(is_split, each.sources))), default=1)
 
     @functools.cached_property
     def towers(self) -> tuple[Tower, ...]:

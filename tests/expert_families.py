@@ -2,6 +2,7 @@
 
 FAMILIES     name -> (class of the model, sizes of its config)
 family       one of them, its experts computed in a way that transformers has
+written_out  a layer of experts alone, of families that have the loop of others
 """
 
 from __future__ import annotations
@@ -58,3 +59,26 @@ def family(name: str, experts: str = "eager", **more: Any) -> nn.Module:
 def text(rows: int = 4, length: int = 6) -> dict[str, Any]:
     ids = torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(1))
     return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def quiet(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    return model
+
+
+def written_out(name: str) -> nn.Module:
+    from transformers.models.longcat_flash import LongcatFlashConfig
+    from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
+    from transformers.models.step3p7 import Step3p7TextConfig
+    from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
+
+    model: nn.Module
+    if name == "step3p7":
+        config = Step3p7TextConfig(hidden_size=12, moe_intermediate_size=10, num_local_experts=8)
+        model = Step3p7Experts(config, swiglu_limit=0.5)
+    else:
+        sizes = {"hidden_size": 12, "expert_ffn_hidden_size": 10, "n_routed_experts": 5, "zero_expert_num": 3}
+        model = LongcatFlashExperts(LongcatFlashConfig(**sizes))
+    return model

@@ -7,6 +7,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import mycel
+from mycel.ir import Program, walk
+
+SPLIT = {"up": ["ep", "-", "-"], "down": ["ep", "-", "-"]}  # of a Layer, over ranks
+
+
+def operators(program: Program) -> set[str]:
+    return {e.op.name for _, e in walk(program)}
 
 
 class Layer(nn.Module):
@@ -115,11 +122,11 @@ class Loop(nn.Module):
     """A layer that goes through its experts, in one of the ways that people write it; its loss is the square of what it
     gives."""
 
-    def __init__(self, how: str, experts: int = 3, width: int = 4, gated: bool = True) -> None:
+    def __init__(self, how: str, experts: int = 3, width: int = 4, gated: bool = True, hidden: int = 6) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.how, self.router = how, nn.Linear(width, experts)
-        self.experts = nn.ModuleList(Expert(width, 6, gated) for _ in range(experts))
+        self.experts = nn.ModuleList(Expert(width, hidden, gated) for _ in range(experts))
         self.double()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -138,6 +145,52 @@ class Loop(nn.Module):
         for i, expert in enumerate(self.experts):
             token, place = torch.where(ids == i)
             y[token] += weights[token, place, None] * expert(x[token])
+        return y
+
+    def in_place_behind(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            y[token] = expert(x[token]) * weights[token, place, None] + y[token]
+        return y
+
+    def put(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            y.index_put_((token,), expert(x[token]) * weights[token, place, None], accumulate=True)
+        return y
+
+    def scattered(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            rows = expert(x[token]) * weights[token, place, None]
+            y.scatter_add_(0, token[:, None].expand_as(rows), rows)
+        return y
+
+    def scattered_repeated(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            rows = expert(x[token]) * weights[token, place, None]
+            y = y.scatter_add(0, token.view(-1, 1).repeat(1, x.shape[1]), rows)
+        return y
+
+    def scattered_backwards(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The last element of a row is added to the first: no layer of experts."""
+        y, width = torch.zeros_like(x), torch.arange(x.shape[1])
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            rows = expert(x[token]) * weights[token, place, None]
+            y.scatter_add_(0, (token[:, None] + width) % len(x), rows)
+        return y
+
+    def copied(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            y.index_copy_(0, token, y[token] + expert(x[token]) * weights[token, place, None])
         return y
 
     def mixtral(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -7,11 +7,12 @@ import copy
 import faulthandler
 
 import torch
-from experts import Layer, Mixed, Routed, Shared, Stack, routed
+from experts import Layer, Loop, Mixed, Routed, Shared, Stack, routed
 from stepping import plain_step
 
 import mycel
 from mycel import Mesh
+from mycel.errors import RunError
 from mycel.ir import walk
 from mycel.run.groups import RankGroup
 
@@ -35,6 +36,19 @@ def trained(experts: int, chosen: int, message: str) -> None:
         assert torch.equal(load, torch.bincount(batch["ids"].view(-1), minlength=experts)), load
     sent = {e.params.get("op", e.op.name) for _, e in walk(step.program)}  # of what is begun early its name is a param
     assert message in sent, sorted(sent)
+    alike(step.state_dict()["model"], dict(twin.state_dict()))
+
+
+def listed() -> None:
+    """Experts that are modules in a list, of each of which a rank holds a part."""
+    twin = Loop("added", experts=4)
+    model = copy.deepcopy(twin)
+    adamw = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, twin)]
+    step = mycel.train_step(model, adamw[0], compile=False, plan="ep", mesh=Mesh(ep=2))
+    x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    for _ in range(2):
+        alike(float(step(x=x)), plain_step(twin, adamw[1], {"x": x}))
+    assert model.experts[0].up.weight.shape == (6, 2)
     alike(step.state_dict()["model"], dict(twin.state_dict()))
 
 
@@ -82,6 +96,21 @@ def measured(plan: dict) -> None:
     assert all(torch.equal(load[name], expected[name].float()) for name in load), (load, expected)
 
 
+def broken(plan: dict, layer: str) -> None:
+    """A router that gives what is no number is named by every rank, whoever holds it."""
+    model = Stack(2)
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False, plan=plan)
+    x = torch.randn(16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    step(x=x)
+    x[5:7] = float("nan")
+    try:
+        step(x=x)
+    except RunError as error:
+        assert f"the router of {layer} gives weights that are not finite: 4 of 32" in str(error), error
+        return
+    raise AssertionError("no rank says that a router is broken")
+
+
 def counted() -> None:
     """A rank puts on the wire what the routing says and no more: with n of its tokens' choices among experts elsewhere,
     and m of others' among its own, forward n rows go and m come back, backward n go with their cotangents and weights,
@@ -126,9 +155,13 @@ if __name__ == "__main__":
     faulthandler.dump_traceback_later(100, exit=True)  # no test waits for ever
     trained(5, 4, "all_gather")
     trained(5, 1, "exchange_rows")
+    listed()
     rebalanced()
     measured({"stages": 2, "microbatches": 4})
     measured({"place": {"1": [0], "*": [1]}})
+    rows = {"*.up": ["ep", "-", "-"], "*.down": ["ep", "-", "-"]}
+    broken({"mesh": {"ep": 2}, "batch": ["ep"], "parameters": rows}, "0")
+    broken({"stages": 2, "microbatches": 4}, "0")
     counted()
     begun(Mixed(), microbatches=4, at_once=2)
     begun(Shared())

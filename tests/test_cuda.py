@@ -6,12 +6,14 @@ import gc
 
 import pytest
 import torch
+from experts import Routed
 from models import MODELS, llama
 
 import mycel
 import mycel.ops
 from examples import parse_example
 from mycel import api
+from mycel.errors import RunError
 from mycel.ir import CONTROL, OPS, type_of
 from mycel.ops import o
 from mycel.ops.sdpa import counted
@@ -592,3 +594,14 @@ def test_a_step_in_eight_bits(compiled):
     (got, said), (want, _) = losses("cuda"), losses("cpu")
     assert "14 of 15 products" in said
     assert torch.allclose(got, want, rtol=5e-3)
+
+
+def test_a_router_that_breaks_is_named_one_step_late():
+    """The device is not waited for: the next step is begun before the loss of the last is looked at."""
+    model, x = Routed(6).cuda(), torch.randn(8, 4, dtype=torch.float64, device="cuda")
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    step(x=x)
+    model.router.weight.data.fill_(torch.nan)
+    step(x=x)
+    with pytest.raises(RunError, match="the router of the model gives weights that are not finite: 16 of 16"):
+        step(x=x)

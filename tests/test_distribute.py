@@ -313,7 +313,7 @@ def test_what_a_rank_holds_under_zero():
 
 
 def test_every_ready_plan_is_among_them():
-    assert {n for names, _ in PRODUCTS for n in names.split("+")} | {"ep"} == set(ready_plans())  # ep: test_experts
+    assert {n for names, _ in PRODUCTS for n in names.split("+")} | {"ep"} == set(ready_plans())  # test_expert_ranks
 
 
 # -- what is refused

@@ -141,8 +141,9 @@ class Loops:
         then, orelse = (blocks[eqn.params[k]] for k in ("then", "orelse"))
         for body, other in ((then, orelse), (orelse, then)):
             is_plain = not other.eqns and not any(e.op.effect or e.op.python or any(e.refs) for e in body.eqns)
-            if is_plain and body.eqns and other.outputs[0] in other.inputs:
-                old = eqn.inputs[1:][other.inputs.index(other.outputs[0])]  # type: ignore[arg-type]
+            kept = other.outputs[0]
+            if is_plain and body.eqns and isinstance(kept, Var) and kept in other.inputs:
+                old = eqn.inputs[1:][other.inputs.index(kept)]
                 return body, OpenBranch(self._value(eqn.inputs[0]), body is then, self._value(old))
         return None, None
 
@@ -317,11 +318,15 @@ class Loops:
         where, total = self.of(put.inputs[2], o.where), self.of(self.plain(rows), o.add)
         if where is None:
             return None
-        old = self.of(total.inputs[0], o.index) if total is not None else None
-        adds = old is not None and old.inputs[0] == padded.inputs[0]
-        if adds and self.plain(old.inputs[1]) != self.plain(where.inputs[1]):  # type: ignore[union-attr]
-            return None
-        rows = total.inputs[1] if adds and total is not None else rows
+        adds = False
+        for before, new in (total.inputs, total.inputs[::-1]) if total is not None else ():
+            old = self.of(before, o.index)
+            if old is None or old.inputs[0] != padded.inputs[0]:
+                continue
+            if self.plain(old.inputs[1]) != self.plain(where.inputs[1]):
+                return None
+            rows, adds = new, True
+            break
         return self._arm(eqn.outputs[0], padded.inputs[0], where.inputs[1], where.inputs[0], rows, adds)
 
     def _arm(self, out: Var, before: Any, index: Any, lane: Any, rows: Any, adds: bool) -> Arm | None:

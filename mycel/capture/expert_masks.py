@@ -202,7 +202,8 @@ class MaskedLoops:
         mask = self.loops.evaluated(arm.mask, values)
         if mask is None or not self.loops.is_taken(arm.branch, mask, values):
             return None
-        return mask.reshape(-1)  # type: ignore[no-any-return]
+        flat: torch.Tensor = mask.reshape(-1)
+        return flat
 
     def _expert(self, masks: list[Any], given: list[Any], which: Any, choices: Choices) -> int | None:
         """The expert that is common to all rows for which a mask of this kind holds."""

@@ -68,6 +68,13 @@ class RowsAt:
         """All rows of x as they are, to be used as any other tensor."""
         return unmarked(self.record, x, x.shape) if self.has(x) else x
 
+    def expanded(self, x: Var, dim: int) -> Any:
+        """What has a number for each place of x along a dim, of which x is an expansion; None where it is none."""
+        eqn = self.record.producers.get(x)
+        column: Any = eqn.inputs[0] if eqn is not None and eqn.op in (o.expand, o.repeat) else None
+        sizes = tuple(n if d == dim else 1 for d, n in enumerate(x.shape))
+        return column if column is not None and tuple(column.shape) == sizes else None
+
     def has(self, x: Any) -> bool:
         return isinstance(x, Var) and x in self.record.rows
 

@@ -50,6 +50,12 @@ def draw() -> tuple[Any, int]:
     return BUILDERS[-1].draw()
 
 
+def layer() -> tuple[str, str]:
+    """The name of the module whose code is captured, and the line."""
+    tracer = BUILDERS[-1]
+    return tracer.regions[-1].path, tracer.source
+
+
 def is_on_gpu() -> bool:
     """Does the code that is captured compute on a GPU?"""
     return bool(BUILDERS[-1].device.type == "cuda")

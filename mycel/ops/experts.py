@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 
 from mycel.ir import op
-from mycel.ops.capture_rules import captures
+from mycel.ops.capture_rules import captures, is_on_gpu, layer
 from mycel.ops.rules import cast_like, o
 
 ALIGNED = 16  # bytes, by which rows must lie apart for torch's grouped products
@@ -245,6 +245,16 @@ def grouped_sum(x, counts):
     return x.new_zeros(counts.shape[0], x.shape[1]).index_add(0, whose, x)
 
 
+def check_counts(counts, rows):
+    """A check at run time that groups are all rows, which names the layer."""
+    name, line = layer()
+    o.assert_true(
+        o.logical_and(o.all(o.ge(counts, 0), dims=(0,)), o.eq(o.sum(counts, dims=(0,)), rows)),
+        message=f"{name or 'grouped_mm'}: counts of groups that do not add up to {rows} rows\n  at        {line}\n"
+        "  try       ends (offs) that rise, the last of which is the number of rows",
+    )
+
+
 @captures(torch._grouped_mm, getattr(torch.nn.functional, "grouped_mm", torch._grouped_mm), "aten._grouped_mm.default")
 def _grouped_mm(a, b, offs=None, bias=None, out_dtype=None, **_):
     """Rows in groups with a matrix each, or the products of groups of rows; `offs` are where groups end."""
@@ -252,6 +262,8 @@ def _grouped_mm(a, b, offs=None, bias=None, out_dtype=None, **_):
         return NotImplemented
     ends = o.cast(offs, dtype=torch.int64)
     counts = o.sub(ends, o.pad(o.slice(ends, dim=0, start=0, stop=ends.shape[0] - 1), widths=((1, 0),)))
+    if not is_on_gpu():  # which would be waited for
+        check_counts(counts, a.shape[0] if b.ndim == 3 else a.shape[1])
     if a.ndim == 2 and b.ndim == 3:
         return grouped_matmul(a, b, counts, transposed=True)
     if a.ndim == 2 and b.ndim == 2:

@@ -16,11 +16,13 @@ from mycel.ops.slicing import along, zeros
 
 
 def lanes(dim, *operands):
-    """A letter for each dim but `dim` that all operands have in full; own whole letters where sizes differ."""
+    """A letter for each dim but `dim` that all operands have in full; own whole letters where sizes differ.  Along
+    `dim` an index and a source of one length share theirs."""
     rows = [[] for _ in operands]
     for d, (name, sizes) in enumerate(zip(letters(len(operands[0])), zip(*operands, strict=True), strict=True)):
         for i, row in enumerate(rows):
-            row.append(f"along{i}^" if d == dim else f"{name}{i}^" if len(set(sizes)) > 1 else name)
+            shared = min(i, 1) if sizes[i] == sizes[min(i, 1)] else i
+            row.append(f"along{shared}^" if d == dim else f"{name}{i}^" if len(set(sizes)) > 1 else name)
     return rows
 
 
@@ -160,11 +162,20 @@ def cut(src, index):
     return src
 
 
+def scatter_add_of_rows(at, x, index, src, *, dim):
+    """Nothing is added for rows that do not count; one number for each row, expanded, is as in `index_add`."""
+    column, n = at.expanded(index, dim), index.shape[dim]
+    if column is not None and src.shape == (*x.shape[:dim], n, *x.shape[dim + 1 :]):
+        return index_add(x, at.plain(o.reshape(column, shape=(n,))), at.covered(src, 0), dim=dim)
+    return scatter_add(x, at.plain(index), at.covered(src, 0), dim=dim)
+
+
 @op(
     scatter_dims,
     vjp=lambda g, y, x, index, src, *, dim: (g, None, gather_src(g, index, src, dim)),
     dtype="first",
     linear=((0, 2),),
+    of_rows=scatter_add_of_rows,
     parts={"along0": SplitRule(scatter_add_part, uneven=True)},
     examples=["n[2,6,4], i64[2,3,4]<6, n[2,3,4], dim=1", "f[4,6], i64[2,3]<6, f[2,3], dim=1"],
     apart=True,

@@ -147,6 +147,9 @@ def index_put_of_rows(rows, x, value, *indices, at, accumulate=False):
     """Rows that do not count are added as zeros, or written behind the end."""
     places = [rows.plain(i) for i in indices]
     if accumulate and rows.has(value):
+        whole = len(at) == 1 and value.shape == (*x.shape[: at[0]], *indices[0].shape, *x.shape[at[0] + 1 :])
+        if whole and indices[0].ndim == 1:  # the same, as most write it
+            return o.index_add(x, places[0], rows.covered(value, 0), dim=at[0])
         return o.index_put(x, rows.covered(value, 0), *places, at=at, accumulate=True)
     (marked, *_) = [k for k, i in enumerate(indices) if rows.has(i)]
     n = x.shape[at[marked]]

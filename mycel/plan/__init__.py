@@ -10,7 +10,7 @@ from mycel.plan.decided import BlockLayouts, Decided, Predicted, digest
 from mycel.plan.fp8_products import Fp8Products, fp8_products, refuse_without_fp8
 from mycel.plan.hardware import CPU, Hardware, hardware_of, probe_path, probe_text, with_link, with_rates
 from mycel.plan.host_update import HostUpdate, host_updates, leaving_gradients, needed_last
-from mycel.plan.idle_experts import refuse_idle
+from mycel.plan.idle_experts import expert_weights, refuse_idle, warn_of_unsplit
 from mycel.plan.known import KnownLayouts
 from mycel.plan.ledger import ErrorBars, Measured, error_bars, write_down
 from mycel.plan.links import Links
@@ -70,10 +70,10 @@ __all__ = [
     "PipelineSchedule", "Place", "Plan", "Predicted", "Residuals", "Solved", "StageCosts", "StageCutter", "StepBody",
     "StepFlow", "StreamShare", "StreamedInput", "SyncPolicy", "Times", "Visit", "absences", "backward_inputs",
     "backward_part", "beside_each_other", "block_memory", "chunk_bytes", "clock", "close_names", "cut_blocks", "decide",
-    "digest", "equation_key", "error_bars", "expressions", "fp8_products", "handed_to", "hardware_of", "host_updates",
-    "ladder", "last_that_fits", "leaving_gradients", "less", "message_bytes", "modules_around", "needed_last",
-    "of_stages", "orders_text", "paired", "parameter_inputs", "parameter_layouts", "probe_path", "probe_text",
-    "ready_plans", "refuse_idle", "refuse_unknown_stages", "refuse_without_fp8", "residuals", "searched", "solve",
-    "splits", "stage_costs", "starts_of", "state_inputs", "staying", "step_names", "step_seconds", "timeline",
-    "travels", "twins", "visits", "with_link", "with_rates", "write_down",
+    "digest", "equation_key", "error_bars", "expert_weights", "expressions", "fp8_products", "handed_to", "hardware_of",
+    "host_updates", "ladder", "last_that_fits", "leaving_gradients", "less", "message_bytes", "modules_around",
+    "needed_last", "of_stages", "orders_text", "paired", "parameter_inputs", "parameter_layouts", "probe_path",
+    "probe_text", "ready_plans", "refuse_idle", "refuse_unknown_stages", "refuse_without_fp8", "residuals", "searched",
+    "solve", "splits", "stage_costs", "starts_of", "state_inputs", "staying", "step_names", "step_seconds", "timeline",
+    "travels", "twins", "visits", "warn_of_unsplit", "with_link", "with_rates", "write_down",
 ]  # fmt: skip

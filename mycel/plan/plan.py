@@ -93,8 +93,8 @@ def refuse_number_at_once(said: object) -> None:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is given, and for a program what was decided and predicted; `loose`: patterns may match nothing (ready plans
-    know several families of models)."""
+    """What is given, and for a program what was decided and predicted; `loose`: patterns may match nothing, or names of
+    other dims, which they pass over (ready plans know several families of models)."""
 
     mesh: Mesh
     parameters: Mapping[str, Any] = field(default_factory=dict)
@@ -477,17 +477,19 @@ class Plan:
         layouts: dict[str, Layout] = {}
         used: set[str] = set()
         for name, shape in shapes.items():
-            pattern = next((p for p in self.parameters if fnmatchcase(name, p)), None)
             layouts[name] = Layout.whole(len(shape))
-            if pattern is not None:
-                used.add(pattern)
+            for pattern in (p for p in self.parameters if fnmatchcase(name, p)):
                 layout = read_layout(self.parameters[pattern], self.mesh, f"parameters: {pattern}")
                 if len(layout.dims) != len(shape):
+                    if self.loose:
+                        continue
                     raise PlanError(
                         f"parameters: {pattern}: {layout} has {len(layout.dims)} dims, {name} has {len(shape)}: "
                         f"{list(shape)}"
                     )
+                used.add(pattern)
                 layouts[name] = layout
+                break
         for key, patterns in (("parameters", self.parameters), ("zero", self.levels)):
             unused = [p for p in patterns if p not in used and not any(fnmatchcase(n, p) for n in shapes)]
             if unused and not self.loose:

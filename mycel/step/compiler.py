@@ -83,7 +83,7 @@ class StepCompiler:
         self._all_steps = 0  # the same, of all that led to this state
         self.link = PricedLink()
         self._counters = Counters()
-        self.loads = ExpertLoads(model, self._counters)
+        self.loads = ExpertLoads(self._counters)
         self.host = HostParameters()
         self._captured_program: Program | None = None
         self._graphs: GraphPool | None = None  # the memory of recorded steps

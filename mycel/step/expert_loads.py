@@ -20,13 +20,14 @@ from mycel.parts import ShardedModel
 from mycel.routing import SeenRouting
 
 LOAD = "expert_load"  # the counter of what experts get
+Routers = Callable[[Callable[[Captured], Captured]], Forward]  # what a step computes of a batch, changed as said
 
 
 class ExpertLoads:
     """How many choices each expert of each layer gets; their moving average is one of the step's `counters`."""
 
-    def __init__(self, model: torch.nn.Module, counters: MutableMapping[str, torch.Tensor]) -> None:
-        self.model, self.counters = model, counters
+    def __init__(self, counters: MutableMapping[str, torch.Tensor]) -> None:
+        self.counters = counters
         self.seen = SeenRouting()  # of each step
         self._asked: tuple[SeenRouting, Forward] | None = None  # of a batch that is asked for
         self._routed: torch.Tensor | None = None  # in the last step
@@ -52,23 +53,28 @@ class ExpertLoads:
 
         return run
 
-    def of_batch(
-        self,
-        forward: Callable[[Callable[..., Any], Callable[[Captured], Captured]], Forward],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> dict[str, torch.Tensor]:
-        """By layer; `forward` makes a call of the model, changed as said, that is captured once."""
-        if self._asked is None:
-            seen = SeenRouting()
-            self._asked = seen, forward(self.model, partial(seen.added, alone=True))
-        seen, run = self._asked
-        out = run(*args, **kwargs)
+    def of_batch(self, routers: Routers, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """By layer; RunError where a router gives what is no number."""
+        seen, out = self._run_routers(routers, args, kwargs)
         if not seen.layers:
             raise routing.refuse_no_layers()
         routed = out.cpu()
         seen.check(routed)
         return seen.by_layer(routed)
+
+    def check(self, routers: Routers, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """RunError where a router gives what is no number for a batch, as far as layers are seen."""
+        seen, out = self._run_routers(routers, args, kwargs)
+        if seen.layers:
+            seen.check(out.cpu())
+
+    def _run_routers(self, routers: Routers, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[SeenRouting, Any]:
+        """The layers of the model, and where the tokens of a batch go; captured once."""
+        if self._asked is None:
+            seen = SeenRouting()
+            self._asked = seen, routers(partial(seen.added, alone=True))
+        seen, run = self._asked
+        return seen, run(*args, **kwargs)
 
     def average(self, has_run: bool) -> dict[str, torch.Tensor]:
         """Over about ten steps, by layer."""

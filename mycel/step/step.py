@@ -20,7 +20,7 @@ from mycel.errors import PlanError, TrainError
 from mycel.expert_placement import Placement, SharedExperts, by_rank
 from mycel.feed import Arguments, Local, refuse_without_data, without_host_data
 from mycel.forward import Forward, device_of, evaluating
-from mycel.ir import Program
+from mycel.ir import Program, walk
 from mycel.objective import objective
 from mycel.outer_steps import TAKEN
 from mycel.parts import roles_of
@@ -29,6 +29,7 @@ from mycel.step.auto_plan import Undecided
 from mycel.step.compiled_step import CompiledStep
 from mycel.step.compiler import StepCompiler
 from mycel.step.gradients import trained
+from mycel.step.router_watch import RouterWatch
 from mycel.step.settings import Settings
 from mycel.step.step_state import StepState
 from mycel.step.step_text import explained
@@ -54,6 +55,7 @@ class Step(StepCompiler):
         self._compiled_sizes = CompiledSizes()
         self._compiled_values = CompiledValues()
         self.traced: StepTrace | None = None  # the last step that was
+        self.watch = RouterWatch(lambda batch: self.loads.check(self._routers, *batch))
 
     def _spread(self, written: plan.Plan | None) -> None:
         super()._spread(written)
@@ -66,6 +68,13 @@ class Step(StepCompiler):
         if self._adding is not None:
             self.refuse_call()
         args, kwargs = self._padded(args, kwargs)
+        out = self._called(args, kwargs)
+        if self.watch.is_on:
+            self.watch.see(out[0] if self.settings.outputs else out, (args, kwargs))
+        return out
+
+    def _called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The code that fits the arguments, which is compiled where there is none."""
         signature = self._signature()
         for i, entry in enumerate(self.entries):
             if entry.signature == signature:
@@ -163,6 +172,7 @@ class Step(StepCompiler):
         if self.settings.buckets is not None:
             args, kwargs = self.settings.buckets(args, kwargs)
         entry = self.compile(args, kwargs)
+        self.watch.is_on = not self.settings.expert_load and self._has_experts()
         make_room(self.entries, lambda e: e.facts, entry.facts)
         self.entries.insert(0, entry)
         return self
@@ -209,13 +219,21 @@ class Step(StepCompiler):
         """How many choices of a batch each expert gets, by layer; without a batch (`train_step(expert_load=True)`) the
         moving average over about ten steps.  RunError where a router gives what is no number, or no expert."""
         if args or kwargs:
-            return self.loads.of_batch(self.forward, args, kwargs)
+            return self.loads.of_batch(self._routers, args, kwargs)
         if not self.settings.expert_load:
             raise TrainError(
                 "the step does not count what its experts get\n"
                 "  try       train_step(…, expert_load=True), or step.expert_load(**batch)"
             )
         return self.loads.average(bool(self.entries))
+
+    def _routers(self, changed: Callable[[Captured], Captured]) -> Forward:
+        """What a step computes of a batch, changed as said; without a loss of its own, the model alone."""
+        return self.forward(self.model if self._loss is None else self.fn, changed)
+
+    def _has_experts(self) -> bool:
+        program = self._captured_program
+        return program is not None and any(eqn.op.for_ranks for _, eqn in walk(program))
 
     def broken_router(self) -> str:
         """Whose router gave weights that are no numbers in the last step (`expert_load=True`); empty: none."""
@@ -376,7 +394,7 @@ class _Adding(Step):
         sync = written.sync if written is not None and written.synced() else {}
         exact = replace(written, compress={}, sync=sync) if written is not None else None
         super().__init__(of.model, of.optimizer, None, settings, exact)
-        self.fn, self.whole_fn, self.parts = of.fn, of.whole_fn, of.parts
+        self.fn, self.whole_fn, self.parts, self._loss = of.fn, of.whole_fn, of.parts, of._loss
         self.updating = AddingUp(of.model, of.optimizer, settings)
         self._weigh = CallWeights(self._whole_loss, lambda captured: trained(captured, of.optimizer).values())
 

@@ -89,10 +89,11 @@ def _counted(
         b.eqns.append(eqn)
         if eqn.op.for_ranks:
             _, ids, weights, up, down, *_ = eqn.inputs
+            _, choices, _, stacked, *_ = eqn.input_types
             with b:
                 b.at(eqn)
-                routed_here = _routed(_wanted(ids, eqn, producers), weights, up.shape[0])  # type: ignore[union-attr]
-            here.append(_Site(routed_here, _inputs((up, down), producers), ids.type.numel))  # type: ignore[union-attr]
+                routed_here = _routed(_wanted(ids, eqn, producers), weights, stacked.shape[0])
+            here.append(_Site(routed_here, _inputs((up, down), producers), choices.numel))
     outputs = (*block.outputs, *(site.routed for site in here))
     return replace(block, eqns=tuple(b.eqns), outputs=outputs), here
 

@@ -1,0 +1,131 @@
+"""Loops over experts as people write them: one operator where they are a layer of experts, else as they were."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from distributing import OneDevice, step_equals
+from experts import SPLIT, Loop, StackedLoop, operators
+from torch import nn
+
+import mycel
+from mycel import Mesh, Plan
+from mycel.errors import CaptureError
+from mycel.ir import walk
+
+
+def same_as_torch(model: nn.Module, x: torch.Tensor) -> None:
+    """Loss and gradients; an expert that no token chooses has zeros where a loop leaves it out."""
+    wanted = model(x)
+    wanted.backward()
+    loss, grads = mycel.value_and_grad(model.forward, wrt=model, strict=True)(x)
+    torch.testing.assert_close(loss, wanted.detach())
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(grads[name], torch.zeros_like(p) if p.grad is None else p.grad)
+
+
+ADDED = ["added", "in_place", "in_place_behind", "put", "scattered", "scattered_repeated", "mixtral"]
+
+
+@pytest.mark.parametrize("how", ADDED)
+def test_a_loop_over_experts_is_one_operator(how, recwarn):
+    """Whose weights are put together where it runs; with losses and gradients of torch, and on ranks."""
+    model, x = Loop(how, gated=how != "added"), torch.randn(6, 4, dtype=torch.float64)
+    names = operators(mycel.capture(model, x))
+    assert "experts" in names and not names & {"index_add", "index_put", "index", "scatter_add"}
+    same_as_torch(model, x)
+    assert not [w for w in recwarn if "computes every one" in str(w.message)]
+    if how == "mixtral":
+        step_equals(OneDevice.of(model, {"x": x}), Plan(Mesh(dp=2), {}, ["dp"]))
+
+
+@pytest.mark.parametrize("how", ["first", "columns", "whichever", "repeated"])
+def test_a_loop_that_writes_where_a_mask_holds_is_one_operator(how):
+    """Rows of one choice or several, overwritten or added to, in a branch or not."""
+    model, x = Loop(how, gated=how != "columns"), torch.randn(6, 4, dtype=torch.float64)
+    program = mycel.capture(model, x)
+    names = operators(program)
+    assert "experts" in names and not names & {"cond", "any"}
+    assert sum(e.op.name == "linear" for _, e in walk(program)) == 1  # the router
+    same_as_torch(model, x)
+
+
+WAYS = ["continued", "length_asked", "counted", "hit", "hit_numbers", "unique", "tutorial", "unweighted", "overwritten"]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_ways_to_write_a_loop(how, recwarn):
+    """Also where one expert gets no token: the last has a bias."""
+    model, x = Loop(how, gated=how != "unique"), torch.randn(6, 4, dtype=torch.float64)
+    model.router.bias.data[2] = -9.0
+    program = mycel.capture(model, x)
+    names = operators(program)
+    assert "experts" in names and not names & {"cond", "index_add", "index_put"}
+    assert sum(e.op.name == "linear" for _, e in walk(program)) == 1  # the router
+    assert not [w for w in recwarn if "computes every one" in str(w.message)]
+    same_as_torch(model, x)
+
+
+def test_a_loop_whose_experts_get_weighed_tokens():
+    model, x = Loop("weighed_before"), torch.randn(6, 4, dtype=torch.float64)
+    names = operators(mycel.capture(model, x))
+    assert "experts" in names and "index_add" not in names
+    same_as_torch(model, x)
+    step_equals(OneDevice.of(model, {"x": x}), Plan(Mesh(dp=2), {}, ["dp"]))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_loop_over_rows_of_tensors_splits_over_ranks(transposed):
+    """Their rows are not put together again: the tensors are what ranks have parts of."""
+    model, x = StackedLoop(transposed), torch.randn(6, 4, dtype=torch.float64)
+    names = operators(mycel.capture(model, x))
+    assert "experts" in names and not names & {"index_add", "stack", "select"}
+    same_as_torch(model, x)
+    distributed = step_equals(OneDevice.of(model, {"x": x}), Plan(Mesh(ep=2), SPLIT, ["ep"]))
+    assert {"experts", "experts_grad"} <= operators(distributed.local)
+
+
+@pytest.mark.parametrize("tokens", [6, 96])
+@pytest.mark.parametrize("how", ["last_wins", "if_many", "if_many_places", "if_many_inside", "both_overwritten"])
+def test_a_mask_that_says_more_stays_as_it_is(how, tokens):
+    model, x = Loop(how), torch.randn(tokens, 4, dtype=torch.float64)
+    assert "experts" not in operators(mycel.capture(model, x))
+    same_as_torch(model, x)
+
+
+@pytest.mark.parametrize("how", ["some", "twice", "scattered_backwards"])
+def test_a_loop_that_does_more_stays_as_it_is(how):
+    model, x = Loop(how), torch.randn(6, 4, dtype=torch.float64)
+    with pytest.warns(UserWarning, match=r"computes every one(.|\n)*mycel\.experts"):
+        assert "experts" not in operators(mycel.capture(model, x))
+    same_as_torch(model, x)
+
+
+@pytest.mark.parametrize("how", ["sorted_rows", "full_experts", "copied"])
+def test_a_loop_that_is_refused_is_told_how_to_write_it(how):
+    with pytest.raises(CaptureError, match=r"experts\.py:\d+\n(.|\n)*try       for a loop over experts .*mycel\.exp"):
+        mycel.capture(Loop(how), torch.randn(6, 4, dtype=torch.float64))
+
+
+class Linears(nn.Module):
+    """Experts that are one product each."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(4, 3)
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x):
+        weights, ids = torch.topk(self.router(x).softmax(-1), 2)
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            y.index_add_(0, token, expert(x[token]) * weights[token, place, None])
+        return y
+
+
+def test_a_loop_over_experts_is_captured_with_the_better_way_to_write_it():
+    model, x = Linears(), torch.randn(6, 4)
+    with pytest.warns(UserWarning, match=r"computes every one(.|\n)*mycel\.experts"):
+        fast = mycel.jit(model, strict=True)
+        torch.testing.assert_close(fast(x), model(x))
