@@ -605,7 +605,8 @@ _LIBRARIES = {
     "torch", "mycel", "transformers", "numpy", "scipy",
     # tools, which hold no tensors of a model, and of which there is a lot to walk through
     "pytest", "_pytest", "pluggy", "hypothesis", "expecttest", "rich", "tqdm", "wandb", "tensorboard", "matplotlib",
-    "pandas", "sympy", "pydantic", "typer", "click", "tokenizers", "datasets", "yaml",
+    "pandas", "sympy", "pydantic", "typer", "click", "tokenizers", "datasets", "yaml", "packaging", "loguru", "einx",
+    "jaxtyping", "beartype",
 }  # fmt: skip
 
 
