@@ -399,3 +399,20 @@ class Late(nn.Module):
 def test_layers_that_forward_makes():
     model, x = Late(), rand(2, 3)
     torch.testing.assert_close(mycel.jit(model, strict=True)(x), model(x))
+
+
+class Pair(tuple):
+    """A tuple that is no sequence for its users, as those of e3nn."""
+
+    def __len__(self):
+        raise NotImplementedError
+
+
+def test_tuples_that_forbid_len():
+    model = nn.Linear(3, 3)
+    model.scales = (Pair((2.0, torch.full((3,), 3.0))),)
+
+    def fn(x):
+        return model(x) * model.scales[0][0] + model.scales[0][1]
+
+    agrees(fn, X)

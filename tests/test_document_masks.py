@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, create_mask, flex_attention
 
 import mycel
-from mycel.errors import CaptureError
+from mycel.errors import CaptureError, RunError
 from mycel.ir import check, walk
 from mycel.transform import simplify
 
@@ -351,6 +351,19 @@ def test_gradients_of_documents(form):
     assert torch.allclose(value, want, rtol=1e-10)
     for mine, theirs in zip(grads, torch.autograd.grad(want, inputs), strict=True):
         assert torch.allclose(mine, theirs, rtol=1e-9, atol=1e-9)
+
+
+def test_what_stops_the_program_is_not_tried_while_masks_are_read():
+    def sorted_documents(q, ids):
+        if not torch.all(ids[:-1] <= ids[1:]):
+            raise ValueError("documents are not sorted")
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=ids[:, None] == ids)
+
+    q, ids = torch.randn(1, 1, 4, 8), torch.tensor([0, 0, 1, 1])
+    fast = mycel.jit(sorted_documents)
+    assert torch.allclose(fast(q, ids), sorted_documents(q, ids))
+    with pytest.raises(RunError, match="documents are not sorted"):
+        fast(q, ids.flip(0))
 
 
 def test_text_of_documents_is_read_back():

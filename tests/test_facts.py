@@ -40,9 +40,21 @@ def counted(x):
     return torch.cat(rows)
 
 
+def flagged(x):
+    """A flag set in one branch and asked for later, where the ways do not fit together."""
+    large = False
+    if x.sum() > 20:
+        large = True
+    scaled = WEIGHT.mul
+    if large:
+        scaled = lambda y: torch.cat([y, y * WEIGHT])
+    return scaled(x)
+
+
 # name: the function, and how many programs X, X + 1 and X + 2 take
 ASKED = {
     "item": (lambda x: x * x.sum().item(), 3),
+    "flag": (flagged, 2),
     "bool": (lambda x: [x * 2] * bool(x.any()), 1),
     "int": (lambda x: (x * WEIGHT)[:, : int(x[0, 1])], 3),
     "index": (lambda x: x[:, : (x[0, 0] + 1).long()] * 2, 3),

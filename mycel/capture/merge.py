@@ -3,8 +3,8 @@
 same object, or equal values that are no tensors      stays as it is
 tensor and tensor of one type                         one value, given back by the control-flow equation
 tensor and number                                     the number becomes a tensor of that type
-number and number that differ                         both become 0-dim tensors (i64 or f64) that behave like numbers:
-                                                      *weak* ones
+number and number that differ                         a 0-dim tensor (i64 or f64) that behaves like a number, a *weak*
+                                                      one: after branches where(test, a, b)
 containers of one structure                           each part
 lists of other lengths                                items that may be there (`maybe_items.py`)
 undefined and something                               undefined, or a filler where nobody can read it
@@ -129,6 +129,8 @@ class Merge:
             want = meet(a, b)
             if want is None:
                 raise self.differ(name, a, b)
+            if is_number(a) and is_number(b):
+                return lambda outs: wrapped(self.tracer, self._number(a, b, want.type), want)
             self.pairs.append((name, a, b, want))
             return lambda outs: wrapped(self.tracer, next(outs), want)
         if type(a) is list and type(b) is list and len(a) != len(b):
@@ -139,6 +141,12 @@ class Merge:
         tree, left, right = parts
         builds = [self(f"{name}{path}", x, y) for path, x, y in zip(tree.paths(), left, right, strict=True)]
         return lambda outs: tree.close([build(outs) for build in builds])
+
+    def _number(self, a: Any, b: Any, want: Type) -> Var:
+        """One of two numbers, apart from what the branches compute: what follows may ask for its value where the batch
+        decides (`flag = True` in a branch, `if flag:` later)."""
+        with self.tracer:
+            return o.where(self.tracer.cell(self.test).read(), fit(a, want), fit(b, want))
 
     def _undefined(self, name: str, a: Any, b: Any) -> Build:
         known = b if a is UNDEFINED else a

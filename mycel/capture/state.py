@@ -316,9 +316,9 @@ class Reachable:
         elif isinstance(value, (list, tuple, dict)):
             if depth:
                 value = self._rewindable(place, value) if isinstance(value, tuple) else value
-                self.sizes.append((value, len(value)))
                 link = Guarded(place, value)
-                if not isinstance(value, tuple):
+                if not isinstance(value, tuple):  # that stays as long as it is
+                    self.sizes.append((value, len(value)))
                     self._box(name, kind, value, link)
                 self._entries(name, _as_held(value), _keys(value), kind, link, depth=depth - 1)
         elif is_unfollowed(value) and (held := tuple_item(place) if isinstance(container, tuple) else place):
@@ -544,8 +544,8 @@ def _keys(container: Any) -> list[Any]:
     keys = (
         [k for k in container if isinstance(k, (str, int))]
         if isinstance(container, dict)
-        else list(range(len(container)))
-    )
+        else list(range(tuple.__len__(container) if isinstance(container, tuple) else len(container)))
+    )  # a tuple with names of its own may forbid len()
     held = _as_held(container)
     return keys if len(keys) <= MANY else [k for k in keys[:LONGEST] if not is_static(held[k])]
 
@@ -605,7 +605,8 @@ _LIBRARIES = {
     "torch", "mycel", "transformers", "numpy", "scipy",
     # tools, which hold no tensors of a model, and of which there is a lot to walk through
     "pytest", "_pytest", "pluggy", "hypothesis", "expecttest", "rich", "tqdm", "wandb", "tensorboard", "matplotlib",
-    "pandas", "sympy", "pydantic", "typer", "click", "tokenizers", "datasets", "yaml",
+    "pandas", "sympy", "pydantic", "typer", "click", "tokenizers", "datasets", "yaml", "packaging", "loguru", "einx",
+    "jaxtyping", "beartype",
 }  # fmt: skip
 
 

@@ -99,10 +99,11 @@ def _run(op: Op, inputs: list[Any], params: Mapping[str, Any], types: list[Type]
 
 
 def is_pointwise(op: Op) -> bool:
-    """One number out for each number in, whatever its place and the rank?"""
+    """One number out for each number in, whatever its place and the rank, and nothing else happens?"""
     return (
         not _is_random(op)
         and not op.by_rank
+        and not op.effect
         and isinstance(op.dims, str)
         and set(op.dims.replace(",", " ").split()) == {"...", "->"}
     )

@@ -92,12 +92,12 @@ def conditional_expression(x):
     return x * 2 if x.sum() > 0 else x.exp()
 
 
-@case((X,), (-X,), has={"cond"})
+@case((X,), (-X,), has={"where"})
 def conditional_number(x):
     return x * (2 if x.sum() > 0 else 0.5)
 
 
-@case((X,), (-X,), has={"cond"})
+@case((X,), (-X,), has={"where"})
 def numbers_of_branches(x):
     if x[0] > 0:
         sign, n = 1.0, 3
