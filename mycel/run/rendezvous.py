@@ -360,7 +360,7 @@ class Rendezvous:
         self,
         true: Callable[[], bool],
         what: str,
-        missing: Callable[[], list[int]] = lambda: [],
+        missing: Callable[[], list[int]] = list,
         within_s: float | None = None,
         world: dist.Store | None = None,
     ) -> None:

@@ -388,8 +388,7 @@ def refuse_images(named: Names, model: str, hint: str) -> None:
     for folder in _paths(named):
         if folder.is_dir() and (images := _image_files(folder)):
             raise TrainError(
-                f"the data is images, and {model} takes no image\n  at        {images[0]}\n"
-                f"  try       {hint}"
+                f"the data is images, and {model} takes no image\n  at        {images[0]}\n  try       {hint}"
             )
 
 

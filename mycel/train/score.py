@@ -254,9 +254,7 @@ def _questions(files: Sequence[str]) -> Iterator[tuple[str, list[str], int]]:
 def _question(record: Mapping[str, Any], where: str) -> tuple[str, list[str], int]:
     hint = '{"prompt": "2 + 2 =", "choices": [" 3", " 4"], "answer": 1}'
     if missing := [name for name in ("prompt", "choices", "answer") if name not in record]:
-        raise TrainError(
-            f"not a question with choices: no {missing[0]!r}\n  at        {where}\n  try       {hint}"
-        )
+        raise TrainError(f"not a question with choices: no {missing[0]!r}\n  at        {where}\n  try       {hint}")
     prompt, choices, answer = record["prompt"], record["choices"], record["answer"]
     if not isinstance(choices, list):
         raise TrainError(f"the choices are no list: {choices!r}\n  at        {where}\n  try       {hint}")
