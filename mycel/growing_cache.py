@@ -54,7 +54,8 @@ class StaticTwin:
 
     def holds(self, growing: Any) -> bool:
         """Does the growing cache show what the last call has left here?"""
-        return self.owner() is growing and all(
+        is_owner = self.owner() is growing
+        return is_owner and all(
             _is_start(layer.keys, own.keys, self.length) and _is_start(layer.values, own.values, self.length)
             for layer, own in zip(growing.layers, self.cache.layers, strict=True)
         )
