@@ -31,6 +31,7 @@ from mycel.capture import (
 from mycel.capture import capture as capture_call
 from mycel.changing_values import CompiledValues
 from mycel.errors import RunError
+from mycel.growing_cache import StaticTwins, can_have_twin, takes_twin, with_twin
 from mycel.ir import Program, Var, check, type_of
 from mycel.ops.product_speed import slow_products
 from mycel.run import interpret, load, not_finite, replayed_call, wide_calls
@@ -83,6 +84,7 @@ class Jit:
         self.fn, self.mode, self.check_finite, self.strict = fn, mode, check_finite, strict
         self.entries: list[CompiledCall] = []
         self._told = False  # that a cache grows
+        self._twins = StaticTwins()  # of caches that grow
         self._forward: Jit | None = None  # of a module that generates
         self._compiled_values = CompiledValues(getattr(fn, "__name__", type(fn).__name__), "call")
         self._last: Callable[[tuple[Any, ...], dict[str, Any]], Any] = lambda args, kwargs: MISS
@@ -95,13 +97,15 @@ class Jit:
         return self._other(args, kwargs) if out is MISS else out
 
     def _other(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        for cache in growing(args, kwargs):
+            if takes_twin(self.fn, cache, args, kwargs):
+                return with_twin(self, self.fn, self._twins, args, kwargs)
+            return self._as_it_is(cache, args, kwargs)
         for entry in self.entries:
             out = entry.call(args, kwargs)
             if out is not MISS:
                 self._last = entry.call
                 return out
-        for cache in growing(args, kwargs):
-            return self._as_it_is(cache, args, kwargs)
         with CAPTURING:  # another thread may have captured it meanwhile
             self._last = self._find(args, kwargs).call
             self._compiled_values.add(args, kwargs)
@@ -111,12 +115,19 @@ class Jit:
         return out
 
     def _as_it_is(self, cache: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call with a cache that no program takes; said once, unless it is the call that makes a static one."""
-        if type(cache).__name__ != "StaticCache" and not self._told:
+        """The call with a cache that no program takes; said once, unless it is the call that fills one for those that
+        follow."""
+        begins = type(cache).__name__ == "StaticCache" or (
+            can_have_twin(self.fn, cache) and not torch.is_grad_enabled()
+        )
+        if not begins and not self._told:
             self._told = True
             name = type(cache).__name__
             what = f"a {name} grows at every call: what is given one runs as it is"
             hint = 'mycel.jit(model).generate(…), or cache_implementation="static"'
+            if can_have_twin(self.fn, cache):
+                what = f"where autograd records, what is given a {name} runs as it is"
+                hint = "torch.no_grad() around it"
             if name == "EncoderDecoderCache":
                 what = f"an {name} is no input of a program: what is given one runs as it is"
                 hint = "mycel.jit of the encoder, or of the loss; text is written as without jit"

@@ -1,8 +1,10 @@
-"""Text by generated code over a static cache is the text that transformers' `generate` writes; caches that grow run as
-they are."""
+"""Text by generated code over a static cache is the text that transformers' `generate` writes; a cache that grows is
+given such code as a static one of more places, or runs as it is."""
 
 from __future__ import annotations
 
+import copy
+import gc
 import warnings
 
 import pytest
@@ -11,6 +13,7 @@ import transformers
 from golden import golden
 
 import mycel
+from mycel import growing_cache
 from mycel.errors import CaptureError, TrainError
 from mycel.train import decode, sample
 from mycel.train.generate import Sampling, stream
@@ -114,13 +117,111 @@ def test_of_an_encoder_and_a_decoder_text_is_that_of_transformers_and_it_says_ho
     assert torch.equal(text, model.generate(ids, **how))
 
 
+GROWING = {
+    "one text": {},
+    "drawn": {"do_sample": True},
+    "beams": {"num_beams": 3},
+    "several at once": {"num_return_sequences": 2, "do_sample": True},
+}
+
+
+@pytest.mark.parametrize("how", GROWING)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_growing_cache_is_a_static_one_of_more_places(family, how, monkeypatch):
+    """transformers' own `generate` of a model with a jitted forward, which is what makes the cache: the same text, by
+    one capture for each size, two here, with rows of other lengths."""
+    monkeypatch.setattr(growing_cache, "LEAST", 8)
+    model = model_of(family, **FAMILIES[family])
+    ids = torch.tensor([[0, 0, 5, 7, 11], [1, 2, 3, 4, 5]])
+    given = {"do_sample": False, **GROWING[how], "attention_mask": (ids > 0).long(), "max_new_tokens": 11}
+    generated = lambda: torch.manual_seed(1) and model.generate(ids, **given)
+    wanted = generated()
+    fast = model.forward = mycel.jit(model.forward)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(2):
+            assert torch.equal(generated(), wanted)
+    assert len(fast.entries) == 2, "of 8 places and of 16"
+
+
+def growing_by(call, cache, tokens):
+    return [call(torch.tensor([[t]]), past_key_values=cache).logits for t in tokens]
+
+
+def test_a_growing_cache_holds_what_it_would_hold():
+    """Also after it was cut, copied, or given to the model itself; what it showed before stays as it was."""
+    model = model_of("llama", **FAMILIES["llama"])
+    fast, caches = mycel.jit(model), [transformers.DynamicCache(), transformers.DynamicCache()]
+    seen, logits = [[], []], [[], []]
+    with torch.no_grad():
+        for call, cache, showed, out in zip((fast, model), caches, seen, logits, strict=True):
+            out += [call(torch.tensor([[3, 4, 5]]), past_key_values=cache).logits]
+            out += growing_by(call, cache, [7, 8, 9])
+            showed += [cache.layers[1].keys, cache.layers[1].keys.clone()]
+            other = copy.deepcopy(cache)
+            cache.crop(-2)
+            out += growing_by(call, cache, [1, 2]) + growing_by(call, other, [6]) + growing_by(model, cache, [5])
+            result = call(input_ids=torch.tensor([[6, 7]]), past_key_values=cache, return_dict=False)
+            assert result[1] is cache and cache.get_seq_length() == 9 and other.get_seq_length() == 7
+            out += [result[0]]
+            with torch.inference_mode():
+                out += [x.clone() for x in growing_by(call, cache, [5])]
+            out += growing_by(call, cache, [4])
+            showed += [x for layer in (*cache.layers, *other.layers) for x in (layer.keys, layer.values)]
+    torch.testing.assert_close(logits[0], logits[1])
+    assert torch.equal(*seen[0][:2]), "a place is written once"
+    torch.testing.assert_close(seen[0], seen[1])
+    assert fast.entries and call(torch.tensor([[1]]), past_key_values=cache).past_key_values is cache
+
+
+def test_a_static_cache_that_is_free_serves_the_next():
+    model = model_of("llama", **FAMILIES["llama"])
+    fast, kept = mycel.jit(model), []
+    with torch.no_grad():
+        for keep in (False, True, False):
+            cache = transformers.DynamicCache()
+            fast(torch.tensor([[3, 4, 5]]), past_key_values=cache)
+            growing_by(fast, cache, [7])
+            kept += [cache.layers[0].keys] * keep
+            assert len(fast._twins.twins) == 1
+            at = fast._twins.twins[0].cache.layers[0].keys.data_ptr()
+            kept.append(at)
+            del cache
+            gc.collect()
+    first, showed, second, third = kept
+    assert first == second != third, "what somebody still sees is left to them"
+    torch.testing.assert_close(showed, model(torch.tensor([[3, 4, 5, 7]])).past_key_values.layers[0].keys)
+
+
+def test_a_call_that_breaks_leaves_a_growing_cache_as_it_was():
+    model = model_of("llama", **FAMILIES["llama"])
+    fast, cache = mycel.jit(model), transformers.DynamicCache()
+
+    def broken(**named):
+        fast(**named)
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        fast(torch.tensor([[3, 4, 5]]), past_key_values=cache)
+        growing_by(fast, cache, [7])
+        given = {"input_ids": torch.tensor([[9]]), "past_key_values": cache}
+        with pytest.raises(KeyboardInterrupt):
+            growing_cache.with_twin(broken, model, fast._twins, (), given)
+        got = growing_by(fast, cache, [8])[0]
+        torch.testing.assert_close(got, model(torch.tensor([[3, 4, 5, 7, 8]])).logits[:, -1:])
+
+
 def test_a_growing_cache_runs_as_it_is_and_says_so():
+    """Where autograd records, and where the cache is of another kind."""
     model = model_of("llama", **FAMILIES["llama"])
     fast, cache, token = mycel.jit(model), transformers.DynamicCache(), torch.tensor([[9]])
-    with torch.no_grad(), warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
             out = fast(token, past_key_values=cache)
+        sliding = model_of("mistral", **FAMILIES["mistral"])
+        with torch.no_grad():
+            mycel.jit(sliding)(token, past_key_values=transformers.DynamicCache(config=sliding.config))
     assert out.past_key_values.get_seq_length() == 3 and not fast.entries
     with pytest.raises(CaptureError) as refused:
         mycel.capture(model, token, past_key_values=cache)

@@ -1,7 +1,9 @@
 """Before its first step a run says what a step will take on this machine, also where nobody ran `mycel probe`."""
 
+import json
 import math
 import re
+import time
 
 import pytest
 import torch
@@ -9,10 +11,12 @@ from training import config, disk  # noqa: F401
 
 from mycel.ir import Mesh
 from mycel.plan import CPU
+from mycel.plan.ledger import written_down
 from mycel.run import brief_probe as brief_probe_module
 from mycel.run import probe as measuring
 from mycel.run.brief_probe import brief_probe
-from mycel.train import outlook
+from mycel.train import metrics, outlook
+from mycel.train.assemble import Assembly
 from mycel.train.loop import train
 from mycel.train.planner import this_machine
 
@@ -46,6 +50,39 @@ def test_what_the_run_is_measured_against_is_what_it_said(disk, tmp_path, slow, 
     train(config(disk, tmp_path / "run"))
     output = capsys.readouterr().out
     assert f"{milliseconds(output):.1f}" in re.search(r"ms measured, ([\d.,]+) ms predicted", output)[1]
+
+
+def test_what_is_measured_are_steady_steps(disk, tmp_path, slow, capsys, monkeypatch):  # noqa: F811
+    """Not the first of each width, in which it is compiled; a few steps say that they are few, and are not written
+    down."""
+    (tmp_path / "rows.jsonl").write_text(
+        "\n".join(json.dumps({"text": f"{i:03}" + "a" * (10 * (i % 2))}) for i in range(80))
+    )
+    monkeypatch.setenv("MYCEL_LEDGER", str(tmp_path / "ledger.jsonl"))
+    widths = []
+
+    def slow_at_first(plain):
+        def call(**batch):
+            width = batch["input_ids"].shape[1]
+            time.sleep(0 if width in widths else 1.0)
+            widths.append(width)
+            return plain(**batch)
+
+        return call
+
+    plain = Assembly.local_step
+    monkeypatch.setattr(Assembly, "local_step", lambda parts: slow_at_first(plain(parts)))
+    data = {"train": str(tmp_path / "rows.jsonl"), "pack": False, "buckets": [8]}
+    train(config(disk, tmp_path / "run", data=data, train={"batch": 1}, log={"every": 12}))
+    assert len({*widths}) == 2
+    said = json.loads((tmp_path / "run" / "predicted.json").read_text())
+    assert said["measured_s"] < 0.3 and said["steps"] == 10, said
+    speeds = [r["tokens_per_s"] for r in metrics.read(tmp_path / "run") if r.get("tokens_per_s")]
+    assert speeds and min(speeds) > 10 * 4 / 0.9, "nor is it what is said of the speed"
+    assert len(written_down()) == 1 and "tell little" not in capsys.readouterr().out
+    widths.clear()
+    train(config(disk, tmp_path / "short", train={"steps": 3}))
+    assert "; of 2 steps, which tell little" in capsys.readouterr().out and len(written_down()) == 1
 
 
 def test_plans_for_this_machine_do_not_rest_on_the_look(slow):

@@ -30,6 +30,7 @@ from mycel.run import rendezvous
 from mycel.run.collectives import ALONE_BYTES, MESSAGE_BYTES, buckets
 from mycel.run.processes import world
 from mycel.run.rendezvous import code_version, connect, difference, named, serve
+from mycel.run.shares import Shares
 from mycel.run.watch import LOST
 
 CHILD = str(Path(__file__).parent / "process_child.py")
@@ -387,6 +388,29 @@ def test_a_rank_that_finds_no_rank_0_says_so(monkeypatch, capfd):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     with pytest.raises(RunError, match=r"^the process that starts the ranks was not at 127\.0\.0\.1:\d+ after 1\.5 s"):
         world(Mesh(dp=2), "cpu")
+
+
+@pytest.mark.parametrize("wait", ["a word", "the end"])
+def test_a_rank_that_never_comes_is_named_at_the_timeout(monkeypatch, wait):
+    """Also where no collective is waited in, which the watch would see."""
+    seated(monkeypatch, 0, free_port(), 1.0)
+    monkeypatch.setattr(rendezvous.Rendezvous, "held", None)
+    meeting = rendezvous.Rendezvous(rendezvous.seat())
+    start = time.monotonic()
+    with pytest.raises(RunError, match=r"waited 1 s for .* in vain: rank 1 has not started"):
+        Shares(meeting, "test")("hello") if wait == "a word" else meeting.leave()
+    assert time.monotonic() - start < 10
+
+
+def test_a_rank_that_waits_for_others_hears_that_the_world_ends(monkeypatch):
+    """It says so itself: the store goes with rank 0, a moment later."""
+    seated(monkeypatch, 0, free_port(), 20)
+    monkeypatch.setattr(rendezvous.Rendezvous, "held", None)
+    meeting = rendezvous.Rendezvous(rendezvous.seat())
+    other = meeting.connect()
+    threading.Timer(0.3, lambda: rendezvous.tell(other, "rank 1 has not started")).start()
+    with pytest.raises(RunError, match=r"^rank 1 has not started$"):
+        meeting.agree({"plan": "any"})
 
 
 def test_rank_0_at_an_address_that_is_taken_says_so(monkeypatch):

@@ -75,14 +75,60 @@ def test_a_task_is_learnt(files, disk, name, capsys):
     assert ("images/s" if "images" in name else "tok/s") in output
     losses = [r["validation"] for r in metrics.read(chosen.run) if r.get("validation") is not None]
     assert losses[-1] < 0.95 * math.log(2), losses
-    if name != "dpo":
-        result = CliRunner().invoke(app, ["evaluate", str(chosen.run), "--data", str(files / CASES[name][1]), "--json"])
-        assert result.exit_code == 0, result.output
-        score = json.loads(result.stdout)
-        assert score["accuracy"] > 0.6 and score["examples"] == (30 if "texts" in name else 24)
+    result = CliRunner().invoke(app, ["evaluate", str(chosen.run), "--data", str(files / CASES[name][1]), "--json"])
+    assert result.exit_code == 0, result.output
+    score = json.loads(result.stdout)
+    count = score["examples"] if "classify" in name else score["pairs"]
+    assert score["accuracy"] > 0.6 and count == (30 if "texts" in name else 24)
     if name == "classify images":
         model = hf.AutoModelForImageClassification.from_pretrained(chosen.run / "model")
         assert model.config.id2label == {0: "dark", 1: "light"}
+
+
+@pytest.mark.parametrize("name", ["reward", "dpo"])
+def test_pairs_are_evaluated_as_they_are_learnt(files, disk, name):
+    """On the pairs of its validation a run scores what it recorded as the loss of its last step, or its best."""
+    (files / "held.jsonl").write_text("\n".join(map(json.dumps, PAIRS[:8])))
+    chosen = of_task(files, disk, *CASES[name], beta=0.5)
+    data = chosen.data.model_copy(update={"validation": str(files / "held.jsonl")})
+    chosen = chosen.model_copy(update={"data": data})
+    assert train(chosen) == 0
+    losses = [r["validation"] for r in metrics.read(chosen.run) if r.get("validation") is not None]
+    said = lambda *more: CliRunner().invoke(app, ["evaluate", *map(str, more)])
+    score = json.loads(said(chosen.run, "--data", files / "held.jsonl", "--json").stdout)
+    assert score["loss"] == pytest.approx(min(losses), rel=1e-4) and score["pairs"] == 8
+    assert score["accuracy"] == 1.0 and score["margin"] > 0, score
+    words = said(chosen.run, "--data", files / "held.jsonl").stdout
+    assert words.startswith("loss ") and "nats per pair, accuracy 100.00% of 8 pairs, margin " in words
+    of_text = {"reward": "no field 'prompt'", "dpo": "perplexity"}[name]  # a language model is one still
+    assert of_text in said(chosen.run, "--data", files / "texts.jsonl").output
+
+
+def test_a_language_model_is_held_against_pairs_by_likelihood(files, disk):
+    """No run of dpo: there is no start to compare with, so no loss."""
+    chosen = of_task(files, disk, "auto", "texts.jsonl", LLAMA)
+    assert train(chosen.model_copy(update={"export": True})) == 0
+    pairs = labelled.examples("dpo", files / "pairs.jsonl", "auto", FIELDS, Bytes(), 16, 0, None)
+    model = hf.AutoModelForCausalLM.from_pretrained(chosen.run / "model").eval()
+    batch = {name: torch.from_numpy(x) for name, x in pairs.batch(range(24)).items()}
+    with torch.no_grad():
+        preferred, other = labelled.log_likelihoods(model, **batch).unbind(-1)
+    command = ["evaluate", str(chosen.run / "model"), "--data", str(files / "pairs.jsonl"), "--length", "16", "--json"]
+    score = json.loads(CliRunner().invoke(app, command).stdout)
+    assert score["loss"] is None and score["margin"] == pytest.approx(float((preferred - other).mean()), rel=1e-4)
+    assert score["accuracy"] == float((preferred > other).double().mean())
+
+
+def test_evaluating_names_what_was_typed(files, disk):
+    chosen = of_task(files, disk, *CASES["classify images"]).model_copy(update={"export": True})
+    assert train(chosen) == 0
+    for name, what in (("imagess", "not there"), ("texts.jsonl", "a file")):
+        result = CliRunner().invoke(app, ["evaluate", str(chosen.run), "--data", str(files / name)])
+        assert result.exit_code == 1 and "data.train" not in result.output, result.output
+        assert f"{files / name} is {what}\n  at        {files}\n" in result.stderr, result.stderr
+    assert "try       images, with FOLDER/cat/1.png" in CliRunner().invoke(
+        app, ["evaluate", str(chosen.run), "--data", str(files / "imagess")]
+    ).stderr  # fmt: skip
 
 
 def test_the_loss_of_dpo_is_the_papers(files, disk):
@@ -140,6 +186,8 @@ def test_pairs_may_be_chats(tmp_path):
 
 REFUSED = {
     "a language model for classes": ("classify", "texts.jsonl", LLAMA),
+    "a language model for images": ("classify", "images", LLAMA),
+    "a classifier of texts for images": ("classify", "images", {**CLASSIFIER, "num_labels": 2}),
     "a classifier for dpo": ("dpo", "pairs.jsonl", {**CLASSIFIER, "num_labels": 1}),
     "other labels": ("classify", "texts.jsonl", {**CLASSIFIER, "num_labels": 3}),
     "no pairs": ("reward", "texts.jsonl", {**CLASSIFIER, "num_labels": 1}),

@@ -189,6 +189,14 @@ def test_more_steps_say_that_the_schedule_is_stretched(finished, tmp_path, capsy
     assert "stretched" not in capsys.readouterr().out
 
 
+def test_a_finished_run_says_which_settings_it_ignores(finished, capsys):
+    written = (finished / "config.yaml").read_text()
+    for overrides in ((), ("optimizer.lr=0.5", "train.clip_norm=null"), ("train.steps=3",)):
+        assert again(finished, *overrides) == 0
+    assert (finished / "config.yaml").read_text() == written, "what no step was taken with is not the run's"
+    golden("told_finished", capsys.readouterr().out.replace(str(finished), "RUN"))
+
+
 @pytest.mark.parametrize(
     "plan, count, axes",
     [

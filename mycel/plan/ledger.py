@@ -1,6 +1,7 @@
 """What runs took against what was predicted of them, so that the next prediction says how far it may be off.
 
-    {"device": "H200", "ranks": 1, "predicted_s": 0.41, "measured_s": 0.44, "predicted_peak": …, "peak": …, "what": …}
+    {"device": "H200", "ranks": 1, "predicted_s": 0.41, "measured_s": 0.44, "predicted_peak": …, "peak": …, "what": …,
+     "steps": 200}
 
 One line for each run, in a file of the user's, the newest last.  Runs on one device and on several are told apart:
 links are predicted less well than kernels.
@@ -18,6 +19,7 @@ import numpy as np
 
 LAST = 50  # runs that count
 ENOUGH = 3  # runs from which something can be said
+STEADY = 5  # steps from which a run says what one takes
 INSIDE = (10, 50, 90)  # percent
 FAR = 5  # times, from which on a prediction has missed what runs take
 
@@ -33,6 +35,12 @@ class Measured:
     predicted_peak: int
     peak: int
     what: str = ""
+    steps: int | None = None  # that were measured; None: that was not written down
+
+    @property
+    def is_steady(self) -> bool:
+        """Were enough steps measured to say what one takes?"""
+        return self.steps is None or self.steps >= STEADY
 
     @property
     def ratio(self) -> float:
@@ -41,7 +49,9 @@ class Measured:
     def __str__(self) -> str:
         """For people: 12.3 ms measured, 11.0 ms predicted (-11 %)"""
         error = self.predicted_s / self.measured_s - 1
-        return f"{self.measured_s * 1e3:,.1f} ms measured, {self.predicted_s * 1e3:,.1f} ms predicted ({error:+.0%})"
+        few = "" if self.is_steady else f"; of {self.steps} step{'s' * (self.steps != 1)}, which tell little"
+        times = f"{self.measured_s * 1e3:,.1f} ms measured, {self.predicted_s * 1e3:,.1f} ms predicted"
+        return f"{times} ({error:+.0%}){few}"
 
 
 @dataclass(frozen=True)
@@ -76,9 +86,9 @@ def ledger_path() -> Path | None:
 
 
 def write_down(run: Measured) -> None:
-    """Add a run; a file that cannot be written is no reason to fail."""
+    """Add a run, unless it was too short to tell; a file that cannot be written is no reason to fail."""
     path = ledger_path()
-    if path is None or min(run.predicted_s, run.measured_s) <= 0:
+    if path is None or min(run.predicted_s, run.measured_s) <= 0 or not run.is_steady:
         return
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

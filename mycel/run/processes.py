@@ -335,7 +335,7 @@ class Processes:
         if (axes, device) not in self.groups:
             try:
                 self.groups[axes, device] = self._connected(axes, device, place.ranks)
-            except RuntimeError as e:
+            except (RuntimeError, RunError) as e:
                 raise self._watch().explain(place, e) from e
         return self.groups[axes, device]
 

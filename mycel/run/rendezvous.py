@@ -270,16 +270,28 @@ class Rendezvous:
         """Refuse, on all ranks, a world whose ranks have different facts: name -> text."""
         self.agreements += 1
         store = self.under(f"agree/{self.agreements}")
-        if self.rank == 0:
-            store.set("facts", json.dumps(dict(facts)))
-            verdict = self._verdict(store)
-            store.set("verdict", verdict)
-        else:
-            store.set(f"difference/{self.rank}", difference(json.loads(self._get(store, "facts", "rank 0")), facts))
-            verdict = self._get(store, "verdict", "rank 0, or one it waits for").decode()
+        try:
+            verdict = self._agreed(store, facts)
+        except dist.DistError as e:
+            raise RunError(self.store_gone(e)) from e
         if verdict:
             self._told(store)
             raise RunError(verdict)
+
+    def _agreed(self, store: dist.Store, facts: Mapping[str, str]) -> str:
+        """What rank 0 says of the facts of all, once all have come."""
+        if self.rank:
+            store.set(f"difference/{self.rank}", difference(json.loads(self._get(store, "facts", "rank 0")), facts))
+            return self._get(store, "verdict", "rank 0, or one it waits for").decode()
+        store.set("facts", json.dumps(dict(facts)))
+        verdict = self._verdict(store)
+        store.set("verdict", verdict)
+        return verdict
+
+    def store_gone(self, error: Exception) -> str:
+        """For a rank that no longer reaches the store."""
+        store = f"the store at {self.host}:{self.port} does not answer: {str(error).splitlines()[0]}"
+        return f"{store}\n  try       a look at what started rank 0: it has ended"
 
     def meet(self, place: str, count: int) -> None:
         """Wait until so many ranks have come to a place, once."""
@@ -305,10 +317,13 @@ class Rendezvous:
 
     def leave(self) -> None:
         """Go; whoever holds the store waits for all to have gone."""
+        keys = {rank: f"left/{rank}" for rank in range(self.world)}
         with suppress(dist.DistError):
-            self.store.add("left", 1)
+            self.store.set(keys[self.rank], "")
             if self.hosting:
-                self._until(lambda: self.store.add("left", 0) >= self.world or self.all.check([STOP]), "the end")
+                ended = lambda: self.store.check([*keys.values()]) or self.all.check([STOP])
+                missing = lambda: [rank for rank, key in keys.items() if not self.store.check([key])]
+                self.until(ended, "the end", missing)
 
     def _told(self, store: dist.Store) -> None:
         """Nobody ends by a refusal until all have read it, or are taking too long: whoever ends tells the others to end
@@ -338,16 +353,44 @@ class Rendezvous:
         return store.get(key)
 
     def _until(self, true: Callable[[], bool], what: str) -> None:
-        """Ask again and again, in Python: a call that blocks in the store could not be interrupted."""
-        end, pause_s = time.monotonic() + self.timeout_s + LATER_S, 0.001
+        """Wait for what the watch sees too, and says more about: it has the first word."""
+        self.until(true, what, within_s=self.timeout_s + LATER_S)
+
+    def until(
+        self,
+        true: Callable[[], bool],
+        what: str,
+        missing: Callable[[], list[int]] = list,
+        within_s: float | None = None,
+        world: dist.Store | None = None,
+    ) -> None:
+        """Ask again and again, in Python: a call that blocks in the store could not be interrupted.  RunError when the
+        world ends, or at the timeout, with the ranks that are `missing`.  `world`: the connection of this thread."""
+        world, limit_s = world or self.all, within_s or self.timeout_s
+        end, pause_s = time.monotonic() + limit_s, 0.001
         while not true():
+            if world.check([STOP]):
+                raise RunError(world.get(STOP).decode())
             if time.monotonic() > end:
+                absent = self._absent(missing(), world)
                 raise RunError(
-                    f"rank {self.rank} waited {self.timeout_s + LATER_S:g} s for {what} in vain\n"
+                    f"rank {self.rank} waited {limit_s:g} s for {what} in vain{': ' * bool(absent)}{absent}\n"
                     "  try       a look at the logs of the others, or a longer MYCEL_TIMEOUT"
                 )
             time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, 0.1)
+            pause_s = min(pause_s * 1.5, 0.05)
+
+    def _absent(self, ranks: list[int], world: dist.Store) -> str:
+        """Of ranks that are waited for: which have never been there, and which have not come this far."""
+        beats = dist.PrefixStore(self.name, world)
+        started = [rank for rank in ranks if beats.check([f"beat/{rank}"])]
+        never = [rank for rank in ranks if rank not in started]
+        groups = ((never, "not started"), (started, "not come to it"))
+        return "; ".join(f"{named(group)} {_has(group)} {what}" for group, what in groups if group)
+
+
+def _has(ranks: list[int]) -> str:
+    return "has" if len(ranks) == 1 else "have"
 
 
 def difference(ours: Mapping[str, str], theirs: Mapping[str, str]) -> str:

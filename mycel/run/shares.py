@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 from torch import distributed as dist
 
-from mycel.errors import RunError
-from mycel.run.rendezvous import LATER_S, STOP, Rendezvous
+from mycel.run.rendezvous import Rendezvous
 
 
 class Shares:
@@ -24,15 +21,10 @@ class Shares:
         if self.round > 2:  # who is in this round has read all of that
             self.store.delete_key(f"{self.round - 2}/{self.meeting.rank}")
         keys = [f"{self.round}/{rank}" for rank in range(self.meeting.world)]
-        end, pause_s = time.monotonic() + self.meeting.timeout_s + LATER_S, 0.001
-        while not self.store.check(keys):
-            if self.all.check([STOP]):
-                raise RunError(self.all.get(STOP).decode())
-            if time.monotonic() > end:
-                missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
-                raise RunError(
-                    f"no word from ranks {missing} for {self.meeting.timeout_s:g} s\n  try       a look at their logs"
-                )
-            time.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, 0.05)
+        self.meeting.until(
+            lambda: self.store.check(keys),
+            "a word of each rank",
+            lambda: [rank for rank, key in enumerate(keys) if not self.store.check([key])],
+            world=self.all,
+        )
         return [value.decode() for value in self.store.multi_get(keys)]

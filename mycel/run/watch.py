@@ -110,10 +110,7 @@ class Watch:
             self._beat("ended")
         except RuntimeError as e:
             if not self.closing.is_set():
-                store = (
-                    f"the store at {self.meeting.host}:{self.meeting.port} does not answer: {str(e).splitlines()[0]}"
-                )
-                self._end(f"{store}\n  try       a look at what started rank 0: it has ended")
+                self._end(self.meeting.store_gone(e))
 
     def _beat(self, state: str) -> None:
         self.beats += 1

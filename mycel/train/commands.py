@@ -21,11 +21,11 @@ from mycel.train import lora, score
 from mycel.train.config import DataConfig
 from mycel.train.documents import FIELDS
 from mycel.train.export import export
-from mycel.train.labelled import examples
+from mycel.train.labelled import examples, refuse_images
 from mycel.train.onnx_file import write_onnx
 from mycel.train.run_folders import is_run, no_run
 from mycel.train.tasks import image_settings
-from mycel.train.trained import TrainedModel, trained
+from mycel.train.trained import TrainedModel, model_at_start, trained
 
 Say = Callable[[str], None]
 TARGETS = ("hf", "safetensors", "onnx", "program")
@@ -35,45 +35,62 @@ def evaluate(
     where: Path, data: Sequence[str], say: Say, *, last: bool, length: int | None, device: str, as_json: bool
 ) -> str:
     """The score of a model on data, in words or as JSON."""
-    given = trained(where, last, devices.choose(device, "--device"))
+    chosen = devices.choose(device, "--device")
+    given = trained(where, last, chosen)
     say(given.source)
-    choices = [Path(name) for name in data if score.has_choices(Path(name))]
-    if choices and len(choices) < len(data):
-        raise TrainError(
-            f"some data has choices, other has none: {choices[0]} has\n  at        --data\n"
-            "  try       one kind at a time"
-        )
-    result: score.Score
-    if type(given.module).__name__.endswith("Classification"):
-        result = score.example_score(given.module, _examples(given, where, data, length))
-    elif choices:
-        result = score.choice_score(given.module, choices, given.needs_tokenizer())
-    else:
-        own = given.config.data if given.config is not None else DataConfig()
-        room = getattr(_text_config(given), "max_position_embeddings", None)
-        width = length or (own.length if given.config is not None else min(room or 1024, 1024))
-        result = score.text_score(
-            given.module,
-            data,
-            given.tokenizer,
-            length=width,
-            cache=own.cache_folder,
-            fields=own.fields.model_dump(),
-        )
+    result = (
+        _classifier_score(given, where, data, length)
+        if type(given.module).__name__.endswith("Classification")
+        else _language_score(given, data, length, chosen)
+    )
     return score.as_json(result) if as_json else str(result)
 
 
-def _examples(given: TrainedModel, where: Path, data: Sequence[str], length: int | None) -> Any:
-    """Examples for a model that tells classes, or how much it likes a text."""
-    module: Any = given.module
+def _language_score(given: TrainedModel, data: Sequence[str], length: int | None, device: Any) -> score.Score:
+    """Of a language model: by text, choices, or pairs, as the data has them."""
     own = given.config.data if given.config is not None else DataConfig()
-    task = "reward" if module.config.num_labels == 1 else "classify"
-    image = None
+    room = getattr(_text_config(given), "max_position_embeddings", None)
+    width = length or (own.length if given.config is not None else min(room or 1024, 1024))
+    form = score.form_of(data)
+    if form == "choices":
+        return score.choice_score(given.module, data, given.needs_tokenizer())
+    if form == "pairs":
+        pairs = _examples(given, "dpo", data, width)
+        if given.config is None or given.config.train.task != "dpo":
+            return score.preference_score(given.module, pairs)
+        start = model_at_start(given.config, device).module
+        return score.preference_score(given.module, pairs, start, given.config.train.beta)
+    return score.text_score(
+        given.module, data, given.tokenizer, length=width, cache=own.cache_folder, fields=own.fields.model_dump()
+    )
+
+
+def _classifier_score(given: TrainedModel, where: Path, data: Sequence[str], length: int | None) -> score.Score:
+    """Of a model that tells classes, or how much it likes a text."""
+    module: Any = given.module
+    width = length or (given.config.data if given.config is not None else DataConfig()).length
     if "pixel_values" in inspect.signature(module.forward).parameters:
         image = image_settings(given.config.model.path if given.config is not None else where, module.config)
+        return score.example_score(
+            module, _examples(given, "classify", data, width, image, _class_names(module, where))
+        )
+    refuse_images(data, type(module).__name__, "texts with their labels, or a model of images")
+    if module.config.num_labels == 1:
+        return score.reward_score(module, _examples(given, "reward", data, width))
+    return score.example_score(module, _examples(given, "classify", data, width, None, _class_names(module, where)))
+
+
+def _examples(
+    given: TrainedModel, task: str, data: Sequence[str], length: int, image: Any = None, classes: Any = None
+) -> Any:
+    """The examples of a task, as the run has read its own."""
+    module: Any = given.module
+    own = given.config.data if given.config is not None else DataConfig()
+    trained_so = given.config is not None and given.config.train.task == task
     return examples(
-        task, [*data], own.format, {**FIELDS, **own.fields.model_dump()}, given.tokenizer, length or own.length,
-        getattr(module.config, "pad_token_id", None) or 0, image, _class_names(module, where),
+        task, [*data], own.format if trained_so else "auto", {**FIELDS, **own.fields.model_dump()},
+        given.tokenizer if image is not None else given.needs_tokenizer(), length,
+        getattr(module.config, "pad_token_id", None) or 0, image, classes,
     )  # fmt: skip
 
 

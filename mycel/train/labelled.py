@@ -26,7 +26,7 @@ import numpy.typing as npt
 from mycel.errors import TrainError
 from mycel.train.data import Data, Names
 from mycel.train.documents import records
-from mycel.train.sources import IMAGES, find
+from mycel.train.sources import IMAGES, find, near
 from mycel.train.split import NO_LOSS, drawn
 from mycel.train.tokenize import Tokenizer
 
@@ -348,16 +348,17 @@ def _images(named: Names, image: Mapping[str, Any], known: Sequence[str] | None 
     try:
         import PIL  # noqa: F401
     except ImportError:
-        raise TrainError("images are read by pillow\n  at        data.train\n  try       pip install pillow") from None
-    folders = [Path(x).expanduser() for x in ([named] if isinstance(named, (str, Path)) else named)]
+        raise TrainError(f"images are read by pillow\n  at        {named}\n  try       pip install pillow") from None
+    folders = _paths(named)
     files: list[Path] = []
     for folder in folders:
         if not folder.is_dir():
+            what, hint = ("a file", "a folder") if folder.exists() else ("not there", near(folder))
             raise TrainError(
-                f"images are in a folder, with one below it for each class: {folder} is none\n  at        data.train\n"
-                "  try       data.train=FOLDER with FOLDER/cat/1.png, FOLDER/dog/2.png …"
+                f"images are in a folder, with one below it for each class: {folder} is {what}\n"
+                f"  at        {folder.absolute().parent}\n  try       {hint}, with FOLDER/cat/1.png, FOLDER/dog/2.png …"
             )
-        files += sorted(p for p in folder.glob("*/**/*") if p.suffix.lower() in IMAGES and p.is_file())
+        files += _image_files(folder)
     if not files:
         raise TrainError(
             f"no image in a folder of its class\n  at        {folders[0]}\n"
@@ -374,6 +375,23 @@ def _images(named: Names, image: Mapping[str, Any], known: Sequence[str] | None 
     )  # fmt: skip
 
 
+def _paths(named: Names) -> list[Path]:
+    return [Path(x).expanduser() for x in ([named] if isinstance(named, (str, Path)) else named)]
+
+
+def _image_files(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.glob("*/**/*") if p.suffix.lower() in IMAGES and p.is_file())
+
+
+def refuse_images(named: Names, model: str, hint: str) -> None:
+    """Images are not for a model of text; `hint`: how another one is named here."""
+    for folder in _paths(named):
+        if folder.is_dir() and (images := _image_files(folder)):
+            raise TrainError(
+                f"the data is images, and {model} takes no image\n  at        {images[0]}\n  try       {hint}"
+            )
+
+
 def _class_of(path: Path, folders: Iterable[Path]) -> str:
     """The name of the folder just below the one that was named."""
     base = next(folder for folder in folders if path.is_relative_to(folder))
@@ -387,8 +405,13 @@ def reward_loss(model: Any, input_ids: Any, labels: Any, attention_mask: Any) ->
     """-log sigmoid(score of the preferred - score of the other)"""
     from torch.nn import functional as F
 
+    return -F.logsigmoid(reward_margins(model, input_ids, labels, attention_mask)).mean()
+
+
+def reward_margins(model: Any, input_ids: Any, labels: Any, attention_mask: Any) -> Any:
+    """By how much the preferred text of each pair scores higher."""
     scores = _flat(model, input_ids, attention_mask).logits.reshape(len(input_ids), 2, -1)[..., 0]
-    return -F.logsigmoid(scores[:, 0] - scores[:, 1]).mean()
+    return scores[:, 0] - scores[:, 1]
 
 
 def dpo_loss(beta: float) -> Callable[..., Any]:

@@ -115,9 +115,7 @@ class Run:
         if (resume := self.resume) and not self.dry_run:
             self.folder = self._claimed(held, lambda: RunFolder(resume, resume=True))
         if resume and (done := self.team.first(lambda: self._finished(resume))):
-            self.progress.note(
-                f"the run is finished: {done} steps are done\n  at        {resume}\n  try       train.steps=… for more"
-            )
+            self.progress.note(self._nothing_left(resume, done))
             return 0
         earlier = self._earlier(resume) if resume else None
         if not self.resume and self.team.rank == 0:
@@ -167,13 +165,29 @@ class Run:
         exported = not self.config.export or any((folder / MODEL).glob("*config.json"))
         return done if done > self.config.train.steps or (done == self.config.train.steps and exported) else 0
 
+    def _nothing_left(self, folder: Path, done: int) -> str:
+        """That a run is finished, and which settings were given in vain."""
+        changed = self._changed(folder)
+        vain = [f"{name}={_as_written(new)} (it was {_as_written(old)})" for name, old, new in changed]
+        ignored = f"\n  ignored   {', '.join(vain)}: no step is left to take" if vain else ""
+        others = any(name != "train.steps" for name, _, _ in changed)
+        hint = f"train.steps=N, N larger than {done}, to go on{' with that' if others else ''}"
+        return f"the run is finished: {done} steps are done\n  at        {folder}{ignored}\n  try       {hint}"
+
+    def _changed(self, folder: Path) -> list[tuple[str, Any, Any]]:
+        """Settings that are not those of the run as it was: name, before, now."""
+        return [change for change in _changes(self._before(folder), self.config) if change[0] != "run"]
+
+    def _before(self, folder: Path) -> Config:
+        file = folder / "config.yaml"
+        return load(file) if file.is_file() else self.config
+
     def _earlier(self, folder: Path) -> Load | None:
         """The checkpoint to go on from, of which each rank loads its parts once it knows them; None if the run was
         interrupted before its first."""
-        before = load(folder / "config.yaml") if (folder / "config.yaml").is_file() else self.config
-        for name, old, new in _changes(before, self.config):
-            if name != "run":
-                self._note(f"{name} was {_as_written(old)}, is now {_as_written(new)}")
+        before = self._before(folder)
+        for name, old, new in self._changed(folder):
+            self._note(f"{name} was {_as_written(old)}, is now {_as_written(new)}")
         if not self.team.first(lambda: any((folder / CHECKPOINTS).glob("step-*"))):
             refused = self.team.first(lambda: _checkpoints_gone(folder, before))
             if refused:
@@ -323,7 +337,8 @@ def _measured(parts: Assembly, said: Outlook | None, steps: Steps) -> Measured |
         return None
     hardware, what = hardware_of(parts.device), f"{type(parts.module).__name__}, {parts.team}"
     peak = devices.memory_peak(parts.device)
-    return Measured(hardware.name, parts.team.mesh.world, said.predicted.seconds, pace_s, plan.peak, peak, what)
+    count = sum(count for _, count in steps.clock.paces)
+    return Measured(hardware.name, parts.team.mesh.world, said.predicted.seconds, pace_s, plan.peak, peak, what, count)
 
 
 def _prepare(parts: Assembly) -> None:

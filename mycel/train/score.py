@@ -6,6 +6,10 @@ accuracy     how often the likeliest token is the right one
 
 {"prompt": …, "choices": [a, b, …], "answer": 1}      the choice with the largest log p(choice | prompt), by itself
                                                       and for each of its bytes (lm-eval's acc and acc_norm)
+{"prompt": …, "chosen": …, "rejected": …}             margin: how much more the preferred text scores than the other
+        a reward model    its reward                  loss: -log sigmoid(margin); accuracy: margin > 0
+        a run of dpo      beta log p / p at its start
+        a language model  log p(text | prompt)        no loss: there is nothing that it is compared with
 """
 
 from __future__ import annotations
@@ -24,8 +28,11 @@ from torch.nn import functional as F
 
 from mycel.errors import TrainError
 from mycel.forward import evaluating
+from mycel.train import labelled
 from mycel.train.data import opened
+from mycel.train.documents import records
 from mycel.train.sample import causal
+from mycel.train.sources import RECORDS, find
 from mycel.train.split import NO_LOSS, cut
 from mycel.train.tokenize import Tokenizer
 from mycel.train.weights import refusal
@@ -64,7 +71,7 @@ class ChoiceScore:
 
 @dataclass(frozen=True)
 class ExampleScore:
-    """Of examples with a class, or of pairs; accuracy: how often the right class or the preferred text comes first."""
+    """Of examples with a class; accuracy: how often the right one is the likeliest."""
 
     loss: float
     accuracy: float
@@ -74,24 +81,40 @@ class ExampleScore:
         return f"loss {self.loss:.4f}, accuracy {self.accuracy:.2%} of {self.examples:,} examples"
 
 
-Score = TextScore | ChoiceScore | ExampleScore
+@dataclass(frozen=True)
+class PairScore:
+    """Of pairs of texts; accuracy: how often the preferred one scores higher; margin: by how much, on average."""
+
+    loss: float | None
+    accuracy: float
+    margin: float
+    pairs: int
+    scored_by: str  # what the margin is a difference of
+
+    def __str__(self) -> str:
+        loss = f"loss {self.loss:.4f} nats per pair, " if self.loss is not None else ""
+        pairs = "1 pair" if self.pairs == 1 else f"{self.pairs:,} pairs"
+        return f"{loss}accuracy {self.accuracy:.2%} of {pairs}, margin {self.margin:.4f} ({self.scored_by})"
+
+
+Score = TextScore | ChoiceScore | ExampleScore | PairScore
 
 
 def as_json(score: Score) -> str:
     return json.dumps(asdict(score))
 
 
-def has_choices(path: Path) -> bool:
-    """Is it JSONL whose first record has choices?"""
-    if path.suffix.lower() not in (".jsonl", ".ndjson") or not path.is_file():
-        return False
-    with path.open() as file:
-        first = next((line for line in file if line.strip()), "")
-    try:
-        record = json.loads(first)
-    except ValueError:
-        return False
-    return isinstance(record, dict) and "choices" in record
+def form_of(data: Sequence[str], format: str = "auto") -> str:
+    """What a language model is asked about data: `choices`, `pairs`, or `text`; by the first record of each file."""
+    forms: dict[str, Path] = {}
+    for path, kind in find(data, format):
+        first = next((record for record, _ in records(path, kind)), {}) if kind in RECORDS else {}
+        form = "choices" if "choices" in first else "pairs" if {"chosen", "rejected"} <= first.keys() else "text"
+        forms.setdefault(form, path)
+    if len(forms) > 1:
+        files = ", ".join(f"{form} in {path}" for form, path in forms.items())
+        raise TrainError(f"the data is of several kinds: {files}\n  at        --data\n  try       one kind at a time")
+    return next(iter(forms))
 
 
 def text_score(
@@ -135,36 +158,64 @@ def _predicted(module: nn.Module, batch: Mapping[str, Any]) -> tuple[torch.Tenso
 
 
 def example_score(module: nn.Module, given: Any, rows: int = 32) -> ExampleScore:
-    """The score of a classifier on examples with a class, or of a reward model on pairs."""
-    device, model = next(module.parameters()).device, cast(Any, module)
-    total, hits = 0.0, 0
-    for at in range(0, given.count, rows):
-        chosen = given.batch(np.arange(at, min(at + rows, given.count)))
-        batch = {name: torch.from_numpy(x).to(device) for name, x in chosen.items()}
+    """The score of a classifier on examples with a class."""
+    model, total, hits = cast(Any, module), 0.0, 0
+    for batch in _batches(module, given, rows):
         labels = batch.pop("labels")
-        with evaluating(module), torch.no_grad():
-            if batch.get("input_ids", labels).ndim == 3:  # pairs
-                width, count = labels.shape[-1], len(labels)
-                flat = {name: x.reshape(-1, width) for name, x in batch.items()}
-                scores = model(**flat).logits.reshape(count, 2, -1)[..., 0].double()
-                labels = torch.zeros(count, dtype=torch.int64, device=device)
-            else:
-                scores = model(**batch).logits.double()
+        scores = model(**batch).logits.double()
         total += float(F.cross_entropy(scores, labels, reduction="sum"))
         hits += int((scores.argmax(-1) == labels).sum())
     return ExampleScore(total / given.count, hits / given.count, given.count)
 
 
+def reward_score(module: nn.Module, pairs: Any) -> PairScore:
+    """The score of a reward model on pairs."""
+    margins = [labelled.reward_margins(module, **batch) for batch in _batches(module, pairs, 16)]
+    return _pair_score(torch.cat(margins), "reward of the preferred text less that of the other")
+
+
+def preference_score(module: nn.Module, pairs: Any, start: nn.Module | None = None, beta: float = 1.0) -> PairScore:
+    """The score of a language model on pairs: by likelihood, or by `beta` times what it gained since `start`."""
+    vocab = cast(Any, module.config).get_text_config().vocab_size
+    rows = max(1, LOGITS // (2 * pairs.length * vocab))
+
+    def margins(of: nn.Module) -> torch.Tensor:
+        likelihoods = [labelled.log_likelihoods(of, **batch) for batch in _batches(of, pairs, rows)]
+        preferred, other = torch.cat(likelihoods).double().unbind(-1)
+        return preferred - other
+
+    if start is None:
+        return _pair_score(margins(module), "log-likelihood of the preferred text less that of the other", loss=False)
+    gained = beta * (margins(module) - margins(start))
+    return _pair_score(gained, f"{beta:g} x what the preferred text gained in log-likelihood more than the other")
+
+
+def _pair_score(margins: torch.Tensor, scored_by: str, loss: bool = True) -> PairScore:
+    margins = margins.double()
+    mean = float(-F.logsigmoid(margins).mean()) if loss else None
+    accuracy = float((margins > 0).double().mean())
+    return PairScore(mean, accuracy, float(margins.mean()), len(margins), scored_by)
+
+
+def _batches(module: nn.Module, given: Any, rows: int) -> Iterator[dict[str, torch.Tensor]]:
+    """All examples, some rows at a time, for a model that is evaluated until the next are asked for."""
+    device = next(module.parameters()).device
+    for at in range(0, given.count, rows):
+        batch = given.batch(np.arange(at, min(at + rows, given.count)))
+        with evaluating(module), torch.no_grad():
+            yield {name: torch.from_numpy(x).to(device) for name, x in batch.items()}
+
+
 def choice_score(
     module: nn.Module,
-    files: Sequence[Path],
+    files: Sequence[str],
     tokenizer: Tokenizer,
     say: Callable[[str, int, int], None] = lambda *_: None,
 ) -> ChoiceScore:
     """How often the likeliest choice is the answer."""
     _refuse_not_causal(module)
     hits = by_byte = questions = 0
-    for prompt, choices, answer in (record for file in files for record in _questions(file)):
+    for prompt, choices, answer in _questions(files):
         sums = log_likelihoods(module, tokenizer, prompt, choices)
         sizes = [max(1, len(choice.encode())) for choice in choices]
         hits += max(range(len(choices)), key=lambda i: sums[i]) == answer
@@ -195,21 +246,18 @@ def log_likelihoods(module: nn.Module, tokenizer: Tokenizer, prompt: str, choice
     return [float(x) for x in (chosen * loud).sum(-1)]
 
 
-def _questions(file: Path) -> Iterator[tuple[str, list[str], int]]:
-    with file.open() as lines:
-        for at, line in enumerate(lines, 1):
-            if line.strip():
-                yield _question(line, f"{file}:{at}")
+def _questions(files: Sequence[str]) -> Iterator[tuple[str, list[str], int]]:
+    for path, kind in find(files, "auto"):
+        yield from (_question(record, where) for record, where in records(path, kind))
 
 
-def _question(line: str, where: str) -> tuple[str, list[str], int]:
-    try:
-        record = json.loads(line)
-        prompt, choices, answer = record["prompt"], record["choices"], record["answer"]
-    except (ValueError, KeyError, TypeError) as error:
-        hint = '{"prompt": "2 + 2 =", "choices": [" 3", " 4"], "answer": 1}'
-        what = f"no {error}" if isinstance(error, KeyError) else "not a JSON object"
-        raise TrainError(f"not a question with choices: {what}\n  at        {where}\n  try       {hint}") from None
+def _question(record: Mapping[str, Any], where: str) -> tuple[str, list[str], int]:
+    hint = '{"prompt": "2 + 2 =", "choices": [" 3", " 4"], "answer": 1}'
+    if missing := [name for name in ("prompt", "choices", "answer") if name not in record]:
+        raise TrainError(f"not a question with choices: no {missing[0]!r}\n  at        {where}\n  try       {hint}")
+    prompt, choices, answer = record["prompt"], record["choices"], record["answer"]
+    if not isinstance(choices, list):
+        raise TrainError(f"the choices are no list: {choices!r}\n  at        {where}\n  try       {hint}")
     if isinstance(answer, str) and answer in choices:
         answer = choices.index(answer)
     if not isinstance(answer, int) or not 0 <= answer < len(choices):

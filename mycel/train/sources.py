@@ -132,7 +132,7 @@ def _expand(name: str, format: str) -> Iterator[File]:
             )
         yield from ((p, _format(p, format)) for p in files)
     else:
-        raise TrainError(f"no such data file: {name}\n  at        {path.absolute().parent}\n  try       {_near(path)}")
+        raise TrainError(f"no such data file: {name}\n  at        {path.absolute().parent}\n  try       {near(path)}")
 
 
 def _folder(folder: Path, format: str) -> Iterator[File]:
@@ -223,7 +223,7 @@ def _describes_tokens(path: Path) -> bool:
     return path.suffix == ".json" and (path.with_suffix(".bin").exists() or path.with_suffix("").suffix == ".bin")
 
 
-def _near(path: Path) -> str:
+def near(path: Path) -> str:
     """Names like the one that is missing."""
     try:
         there = os.listdir(path.absolute().parent)

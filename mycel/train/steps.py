@@ -92,6 +92,7 @@ class Steps:
         self.experts = expert_load.ExpertRecords(saver.folder.parent, self.done, parts.team.rank == 0, progress.note)
         self.clock = Stopwatch(parts.device)
         self.shares: list[float] = []  # how wide batches were since the last report, of the widest
+        self.seen_shapes: frozenset[tuple[torch.Size, ...]] = frozenset()  # the first step of each compiles, and tunes
         peak = devices.peak_flops(parts.device, config.train.precision)
         self.share_of_peak = (
             models.flops_per_token(parts.outline, config.data.length) / (peak * parts.team.mesh.world) if peak else None
@@ -117,8 +118,6 @@ class Steps:
             batch = self.parts.batch(self.done)  # of the next step, read while the device is at work
             if first:
                 first, value = False, float(loss)
-                self.clock.lap()  # the first step compiles: it is no measure of speed
-                self.clock.laps.clear()
                 if not self._reports():
                     self.progress.update(self.done, loss=value)
             settled = not stopping() and self._settle()
@@ -145,8 +144,13 @@ class Steps:
         for group in self.parts.optimizer.param_groups:
             group["lr"] = self._rate(self.done)
         traced = self.traces and self.done == self.first + self.traces
+        shapes = tuple(x.shape for x in batch.values())
+        steady, self.seen_shapes = shapes in self.seen_shapes and not traced, self.seen_shapes | {shapes}
         try:
-            with self._trace() if traced else nullcontext():
+            with (
+                self.clock.step() if steady else self.clock.paused(),
+                self._trace() if traced else nullcontext(),
+            ):
                 loss: torch.Tensor = self.step(**batch)
         except RuntimeError as error:  # torch.OutOfMemoryError is one, and of the CPU's allocator there is no other
             if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
@@ -160,17 +164,16 @@ class Steps:
             raise TrainError(
                 f"{what}\n  at        {devices.describe(self.parts.device)}\n  try       {hint}"
             ) from error
-        self.shares.append(self.parts.width_share(self.done))
+        if steady:
+            self.shares.append(self.parts.width_share(self.done))
         self.done += 1
-        self.clock.steps += 1
         return loss
 
     @contextmanager
     def _trace(self) -> Iterator[None]:
-        """A step whose trace is written; it is no measure of speed."""
-        with self.clock.paused(), self.parts.step.trace() as trace:
+        """A step whose trace is written."""
+        with self.parts.step.trace() as trace:
             yield
-        self.clock.steps -= 1
         if self.parts.team.rank:
             return
         folder, took = self.saver.folder.parent, str(trace).splitlines()[0].strip()
@@ -353,11 +356,12 @@ class Steps:
 
 class Stopwatch:
     """Seconds that steps take: since the last lap, in which `steps` were taken, and in all; pauses are not counted in
-    laps."""
+    laps.  `paces`: seconds a step, and of how many: each step by itself, or of a device that works on by itself each
+    lap."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.steps, self._paused_s = device, 0, 0.0
-        self.laps: list[float] = []  # seconds a step, of each lap
+        self.paces: list[tuple[float, int]] = []
         self._start_s = self._began_s = time.perf_counter()
 
     @property
@@ -366,15 +370,24 @@ class Stopwatch:
 
     @property
     def pace_s(self) -> float:
-        """Seconds that a step takes, of the lap in the middle; 0: none has ended."""
-        return statistics.median(self.laps) if self.laps else 0.0
+        """Seconds that a step takes, of the one in the middle; 0: none was measured."""
+        return statistics.median(pace_s for pace_s, _ in self.paces) if self.paces else 0.0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """A step that is a measure of speed."""
+        began_s = time.perf_counter()
+        yield
+        self.steps += 1
+        if self.device.type != "cuda":
+            self.paces.append((time.perf_counter() - began_s, 1))
 
     def lap(self) -> float:
         """End this lap and begin the next: the seconds it took."""
         now_s = time.perf_counter()
         took_s = now_s - self._began_s - self._paused_s
-        if self.steps:
-            self.laps.append(took_s / self.steps)
+        if self.steps and self.device.type == "cuda":
+            self.paces.append((took_s / self.steps, self.steps))
         self.steps, self._began_s, self._paused_s = 0, now_s, 0.0
         return max(took_s, 1e-9)
 

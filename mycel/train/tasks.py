@@ -23,11 +23,12 @@ from mycel.forward import evaluating
 from mycel.step import Step
 from mycel.train import config as settings
 from mycel.train.data import Data
-from mycel.train.labelled import dpo_loss, labelled_data, log_likelihoods, reward_loss
+from mycel.train.labelled import dpo_loss, labelled_data, log_likelihoods, refuse_images, reward_loss
 from mycel.train.sample import causal
 from mycel.train.tokenize import Tokenizer
 
 LABELLED_TASKS = ("dpo", "reward", "classify")
+IMAGE_MODEL = "a model of images: model.path=FOLDER of one, or a model.config with model_type: vit, say"
 
 
 def mean_over(task: str) -> str:
@@ -45,6 +46,9 @@ def task_data(config: settings.Config, tokenizer: Tokenizer | None, module: Any,
     task, data = config.train.task, config.data
     if task == "dpo" and not causal(module):
         raise _wrong_model(module, "dpo trains a language model", "model.config.architectures=[LlamaForCausalLM], say")
+    takes_images = "pixel_values" in inspect.signature(module.forward).parameters
+    if task == "classify" and not takes_images:
+        refuse_images(data.train, type(module).__name__, IMAGE_MODEL)
     if task != "dpo" and not type(module).__name__.endswith("Classification"):
         hint = "model.config.architectures=[LlamaForSequenceClassification], say"
         raise _wrong_model(module, f"{task} trains a model that ends in a classification", hint)
@@ -54,7 +58,6 @@ def task_data(config: settings.Config, tokenizer: Tokenizer | None, module: Any,
                 f"data.{name} is for the next token, not for {task}\n  at        data.{name}\n"
                 f"  try       leaving data.{name} out"
             )
-    takes_images = "pixel_values" in inspect.signature(module.forward).parameters
     own = module.config
     pad = getattr(own, "pad_token_id", None)
     if task != "dpo" and not takes_images and pad is None:

@@ -95,6 +95,18 @@ def checkpoint_of(run: Path, last: bool) -> tuple[Path, str]:
 def _of_run(run: Path, last: bool, device: torch.device) -> TrainedModel:
     config = settings.load(run / "config.yaml")
     path, words = checkpoint_of(run, last)
+    model = model_at_start(config, device)
+    saved = load_checkpoint(path, device, only=lambda name: name.startswith("model.")).tensors
+    own = model_tensors(model.module, frozen=False)
+    check_shapes(path, own, {name.removeprefix("model."): x for name, x in saved.items()})
+    with torch.no_grad():
+        for name, x in own.items():
+            x.copy_(saved[f"model.{name}"])
+    return TrainedModel(model, tokenizer_of(config), tokenizer_source(config, model), f"{run}: {words}", config)
+
+
+def model_at_start(config: settings.Config, device: str | torch.device) -> LoadedModel:
+    """The model of a run with the weights that it begins with."""
     model = models.build(
         config.model.path,
         config.model.config,
@@ -104,13 +116,7 @@ def _of_run(run: Path, last: bool, device: torch.device) -> TrainedModel:
         seed=config.train.seed,
     )
     adapt(config, model.module)
-    saved = load_checkpoint(path, device, only=lambda name: name.startswith("model.")).tensors
-    own = model_tensors(model.module, frozen=False)
-    check_shapes(path, own, {name.removeprefix("model."): x for name, x in saved.items()})
-    with torch.no_grad():
-        for name, x in own.items():
-            x.copy_(saved[f"model.{name}"])
-    return TrainedModel(model, tokenizer_of(config), tokenizer_source(config, model), f"{run}: {words}", config)
+    return model
 
 
 def _dtype(folder: Path) -> torch.dtype:
