@@ -223,6 +223,30 @@ def test_counts_that_do_not_add_up(ends):
         mycel.jit(lambda x, ends: nn.functional.grouped_mm(x.T, x, offs=ends))(x, wrong)
 
 
+class GroupedResidual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(3, 16, 16))
+
+    def forward(self, x, ends):
+        return torch.tanh(nn.functional.grouped_mm(torch.sin(x), self.w, offs=ends)) + x
+
+
+def test_layers_whose_counts_are_checked_stay_one_block():
+    layers = nn.ModuleList(GroupedResidual() for _ in range(3))
+
+    def forward(x, ends):
+        for layer in layers:
+            x = layer(x, ends)
+        return x
+
+    x = torch.randn(8, 16)
+    program = mycel.capture(forward, x, torch.tensor([3, 3, 8], dtype=torch.int32))
+    assert [eqn.op.name for eqn in program.main.eqns].count("call") == 3 and len(program.blocks) == 2
+    with pytest.raises(RunError, match=r"\*: counts of groups that do not add up"):
+        mycel.jit(forward)(x, torch.tensor([3, 3, 6], dtype=torch.int32))
+
+
 class Groups(nn.Module):
     def __init__(self):
         super().__init__()

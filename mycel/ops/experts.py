@@ -12,6 +12,8 @@ mixture of experts; what ranks share is the whole layer (`expert_layer.py`).
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from mycel.ir import op
@@ -246,8 +248,10 @@ def grouped_sum(x, counts):
 
 
 def check_counts(counts, rows):
-    """A check at run time that groups are all rows, which names the layer."""
+    """A check at run time that groups are all rows, which names the layer; of layers that are alike, all of them, so
+    that they stay one block."""
     name, line = layer()
+    name = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
     o.assert_true(
         o.logical_and(o.all(o.ge(counts, 0), dims=(0,)), o.eq(o.sum(counts, dims=(0,)), rows)),
         message=f"{name or 'grouped_mm'}: counts of groups that do not add up to {rows} rows\n  at        {line}\n"
