@@ -11,6 +11,7 @@ outputs=True       (loss, the model's output), or what a loss returns besides, a
 from __future__ import annotations
 
 import inspect
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -56,7 +57,15 @@ def objective(model: torch.nn.Module, loss: Callable[..., Any] | None, outputs: 
             left = max(len(args) - max(wanted.least - 1 - len(mine), 0), least)
             count = left if count is None else min(count, left)
         out = model(*args[:count], **{k: v for k, v in kwargs.items() if named is None or k in named})
-        value = rewritten(loss)(out, *wanted.rest_of(args, count, mine), **mine)
+        try:
+            value = rewritten(loss)(out, *wanted.rest_of(args, count, mine), **mine)
+        except TypeError as e:
+            if not re.search(r"'(Traced|Tensor)' object is not callable", str(e)):
+                raise
+            raise TrainError(
+                f"the loss calls a tensor; {wanted.first}, its first argument, is what the model returned\n"
+                "  try       model  as the name of that argument, for a loss that is given the model"
+            ) from e
         if outputs:
             return _and_rest(value, out)
         if isinstance(value, (tuple, dict)):

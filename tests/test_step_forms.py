@@ -292,6 +292,11 @@ MISUSE = {
     ),
     "a mesh without ranks": (lambda: step(mesh=mycel.Mesh(dp=2))(X, Y), PlanError, "2 ranks"),
     "a name nobody takes": (lambda: step()(X, Y, colour=Y), TrainError, "neither the model nor the loss takes colour"),
+    "a loss that calls what the model returned": (
+        lambda: step(loss=lambda net, x, y: (net(x) - y).square().mean())(X, Y),
+        TrainError,
+        r"net, its first argument, is what the model returned\n  try       model  as the name",
+    ),
     "asked before the first batch": (lambda: step().plan, TrainError, "not seen a batch.*\n  try"),
     "explained before the first batch": (lambda: step().explain(), TrainError, "not seen a batch"),
     "the wrong shape": (lambda: step()(X[:, :3], Y), MycelError, "3 and 6"),

@@ -106,6 +106,16 @@ def numbers_of_branches(x):
     return x * sign + n / 7
 
 
+@case((X,), (X.abs(),), (-X,), has={"cond"})
+def alike(x):
+    w = torch.ones(3, requires_grad=True)[0]
+    same = torch.equal(x * w, x.abs() * w)
+    near = torch.allclose(x * w, -x.abs(), atol=0.5)
+    if same and not near:
+        return x.exp()
+    return x * 3 if torch.equal(x[:1], x) else x * (2 if near else 5)
+
+
 @case((X,), (-X,), has={"cond"})
 def number_or_tensor(x):
     scale = 1.5

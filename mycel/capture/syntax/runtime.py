@@ -562,6 +562,19 @@ def _number(kind: type[float] | type[int]) -> Callable[..., Any]:
     return number
 
 
+def _alike(plain: Callable[..., bool], elements: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """torch.equal and torch.allclose, on tensors of which one is traced: a truth value that may not be known."""
+
+    def alike(*args: Any, **kwargs: Any) -> Any:
+        if not TRACING or len(args) < 2 or not any(type(x) is Traced for x in args[:2]):
+            return plain(*args, **kwargs)
+        if plain is torch.equal and args[0].shape != args[1].shape:
+            return False
+        return _bool(elements(*args, **kwargs).all())
+
+    return alike
+
+
 def _of_numbers(plain: Callable[..., Any], traced: Callable[..., Any]) -> Callable[..., Any]:
     """A function of `math`, on a number that is not known."""
 
@@ -661,6 +674,8 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     sorted: _with_twins(ordered),
     functools.reduce: _with_twins(functools.reduce),
     torch.utils.checkpoint.checkpoint: _with_twins(torch.utils.checkpoint.checkpoint),
+    torch.equal: _alike(torch.equal, torch.eq),
+    torch.allclose: _alike(torch.allclose, torch.isclose),
     torch.func.linearize: _linearize,
     torch._C._get_tracing_state: _tracing_state,
     **{getattr(math, name): _of_numbers(getattr(math, name), getattr(torch, name)) for name in _MATH},
