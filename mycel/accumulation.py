@@ -15,7 +15,6 @@ is faster.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +22,7 @@ from typing import Any
 import torch
 
 from mycel.capture import Captured, flatten_arguments
-from mycel.errors import TrainError
+from mycel.errors import TrainError, warn
 from mycel.ir import Var
 from mycel.run import interpret
 from mycel.transform import Weighing, simplify, weighing
@@ -68,10 +67,9 @@ class Accumulation:
         shares = [[x / w[0] for x in w] for w in counted]
         alike = all(abs(x - y) <= ALIKE * abs(y) for s in shares for x, y in zip(s, shares[0], strict=False))
         if not alike or 0 < len([w for w in self.weights if w]) < len(self.weights):
-            warnings.warn(
+            warn(
                 "accumulate: the loss is a mean over several things, of which calls have unequal shares: they are "
                 "weighed by the first\n  try       calls of one size, or train_step(…, accumulate=k)",
-                stacklevel=4,
             )
 
 
@@ -92,9 +90,8 @@ class CallWeights:
         captured, weighed = self._weighed(args, kwargs)
         self.known.append((form, captured, weighed))
         if weighed.unseen:
-            warnings.warn(
+            warn(
                 f"accumulate: no sum or mean over the batch, so calls weigh by their rows: {'; '.join(weighed.unseen)}",
-                stacklevel=4,
             )
         return _weights(captured, weighed, leaves)
 

@@ -7,7 +7,6 @@ fast    = mycel.jit(fn)                captured once for each signature, simplif
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +29,7 @@ from mycel.capture import (
 )
 from mycel.capture import capture as capture_call
 from mycel.changing_values import CompiledValues
-from mycel.errors import RunError
+from mycel.errors import RunError, warn
 from mycel.growing_cache import StaticTwins, can_have_twin, takes_twin, with_twin
 from mycel.ir import Program, Var, check, type_of
 from mycel.ops.product_speed import slow_products
@@ -131,7 +130,7 @@ class Jit:
             if name == "EncoderDecoderCache":
                 what = f"an {name} is no input of a program: what is given one runs as it is"
                 hint = "mycel.jit of the encoder, or of the loss; text is written as without jit"
-            warnings.warn(f"{what}\n  try       {hint}", stacklevel=4)
+            warn(f"{what}\n  try       {hint}")
         rows = max((_rows(x) for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), default=0)
         with wide_calls(getattr(self.fn, "__self__", self.fn), rows):
             return self.fn(*args, **kwargs)

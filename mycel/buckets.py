@@ -14,7 +14,6 @@ they are not, the step is refused.  A step without `pad` that was compiled for m
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +23,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from mycel.capture import as_leaf
-from mycel.errors import TrainError
+from mycel.errors import TrainError, warn
 
 Key = int | str  # of a batch tensor: its position, or its name
 Named = dict[Key, Any]
@@ -182,11 +181,10 @@ class CompiledSizes:
         key, dim, sizes = varying
         name = repr(key) if isinstance(key, str) else f"argument {key}"
         largest = 1 << (max(sizes) - 1).bit_length()
-        warnings.warn(
+        warn(
             f"the step was compiled for {len(sizes)} sizes of {name} along dim {dim} (from {min(sizes)} to "
             f"{max(sizes)}), which takes time and memory for each\n"
             f"  try       train_step(…, pad={{{key!r}: {{{dim}: [{largest // 2}, {largest}]}}}}): padded to two sizes",
-            stacklevel=3,
         )
 
     def _varying(self) -> Iterator[tuple[Key, int, set[int]]]:

@@ -7,16 +7,13 @@ values of one says so, once.
 
 from __future__ import annotations
 
-import os
-import sys
-import warnings
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from mycel.capture import flatten_arguments
+from mycel.errors import warn
 from mycel.ir import Type, type_of
 
 MANY = 5  # values of one argument, for each of which there is a program, beside tensors of the same types
@@ -55,24 +52,12 @@ class CompiledValues:
         self.has_warned = True
         many = max(map(len, changing.values()))
         lines = [f"  {name:<9} {', '.join(map(_short, values))}" for name, values in changing.items()]
-        warnings.warn(
+        warn(
             f"{self.subject} was compiled for {many} values of {', '.join(changing)}, which takes time and memory for "
             f"each: a program holds for the plain values of its {self.given} alone\n" + "\n".join(lines) + "\n"
             "  try       a tensor (torch.tensor(value)) where the code computes with it; else a "
             f"{self.given} without it",
-            stacklevel=_user_level(),
         )
-
-
-def _user_level() -> int:
-    """How many calls above the caller the user's code is."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        frame, level = frame.f_back, level + 1
-    return level
-
-
-_PACKAGE = str(Path(__file__).parent) + os.sep
 
 
 def _name(path: str) -> str:

@@ -9,6 +9,13 @@ Every message says what, where in the user's code, and what to try.
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
+from pathlib import Path
+
+_PACKAGE = str(Path(__file__).parent) + os.sep
+
 
 class MycelError(Exception):
     """The root of all errors Mycel raises on purpose."""
@@ -78,3 +85,11 @@ class CaptureError(MycelError):
 
 class MisfitError(CaptureError, RuntimeError):
     """Operands that do not fit, for which torch raises a RuntimeError, too: code that catches that goes on."""
+
+
+def warn(message: str) -> None:
+    """A warning at the line of the user's code that called Mycel, however deep."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 
 from mycel.capture import flatten_arguments, rewritten
-from mycel.errors import TrainError
+from mycel.errors import TrainError, warn
 from mycel.ir import Program, Var
 
 
@@ -203,7 +202,7 @@ class Batch:
                 f"of {self.rows // self.parts}\n"
                 f"  try       a batch of {self.rows - self.rows % parts} rows: it is faster"
             )
-            warnings.warn(message, stacklevel=6)
+            warn(message)
 
     def is_split(self, x: torch.Tensor) -> bool:
         return self.parts > 1 and x.ndim > 0 and x.shape[0] == self.rows

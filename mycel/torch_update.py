@@ -9,24 +9,22 @@ may go on.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable
 
 import torch
 
-from mycel.errors import PlanError
+from mycel.errors import PlanError, warn
 from mycel.optimizers import known_names
 from mycel.plan import Plan
 from mycel.wrapped_optimizer import name_of
 
 
-def warn(optimizer: torch.optim.Optimizer, why: str) -> None:
+def warn_of_torch(optimizer: torch.optim.Optimizer, why: str) -> None:
     """Say once that this is slower, and why."""
-    warnings.warn(
+    warn(
         f"{name_of(optimizer)} runs as it is, on gradients that the step returns: {why}; "
         "an update inside of the program is faster\n"
         f"  known     {', '.join(known_names())}",
-        stacklevel=6,  # who called the step
     )
 
 

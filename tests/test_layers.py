@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "optimizers": {"errors", "ir", "ops", "transform", "several_optimizers", "wrapped_optimizer"},
     "accumulation": {"errors", "ir", "capture", "transform", "run"},
     "buckets": {"errors", "capture"},
-    "changing_values": {"ir", "capture"},
+    "changing_values": {"errors", "ir", "capture"},
     "growing_cache": set(),
     "torch_update": {"errors", "plan", "optimizers", "wrapped_optimizer"},
     "feed": {"errors", "ir", "capture", "run"},

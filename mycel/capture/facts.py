@@ -13,7 +13,6 @@ those of the trace, in order: what was asked first is compared first, since late
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -22,6 +21,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mycel.capture.bounds import decide
+from mycel.errors import warn
 from mycel.ir import Builder, Eqn, Var
 from mycel.ops import o
 
@@ -168,11 +168,10 @@ def make_room(
     entries.remove(rivals[oldest])
     changing = _changing([f for e in rivals for f in facts_of(e)], new)
     CHANGING.update(f.source for f in changing)
-    warnings.warn(
+    warn(
         f"captured {len(rivals) + 1} times, since values of the batch that decide what the program is keep changing\n  "
         + "\n  ".join(dict.fromkeys(map(str, changing)))
         + "\n  try       keep it a tensor: torch.where, masks, padding to a fixed size",
-        stacklevel=4,
     )
 
 

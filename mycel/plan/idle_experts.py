@@ -12,11 +12,10 @@ write.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from mycel.errors import PlanError
+from mycel.errors import PlanError, warn
 from mycel.ir import Eqn, Layout, Mesh, Program, Var, call
 from mycel.ops import o
 
@@ -81,7 +80,7 @@ def warn_of_unsplit(program: Program, given: Mapping[int, Layout], mesh: Mesh) -
         more = ", …" if len(whole) > SHOWN else ""
         what = f"every rank has all experts of {', '.join(list(whole)[:SHOWN])}{more}"
         advice = f"parameters: {{{', '.join(f'{k!r}: {v}' for k, v in list(whole.items())[:SHOWN])}{more}}}"
-    warnings.warn(f"{AXIS}={mesh[AXIS]} splits the batch alone: {what}\n  try       {advice}", stacklevel=2)
+    warn(f"{AXIS}={mesh[AXIS]} splits the batch alone: {what}\n  try       {advice}")
 
 
 def expert_weights(program: Program) -> Iterator[ExpertWeights]:

@@ -8,7 +8,6 @@ and whether rows of different parts meet, is read off the two programs side by s
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from mycel import optimizers, plan, transform
 from mycel.capture import Captured, all_ones, differentiate_with, flatten_arguments, input_tensors
 from mycel.capture import capture as capture_call
-from mycel.errors import GradientError, TrainError
+from mycel.errors import GradientError, TrainError, warn
 from mycel.feed import Arguments
 from mycel.ir import Program, Var, check
 from mycel.objective import Batch, refuse_outputs
@@ -112,18 +111,16 @@ class Recipe:
             if met is not None:
                 program, groups, results, fp8 = self._differentiated(check(self._scaled(met)), names)
                 return UnshardedStep(captured, program, groups, results, program.entry, fp8)
-            warnings.warn(
+            warn(
                 "accumulate: rows of the batch meet before the loss sums them up, so the loss is of its parts,\n"
                 f"not of the whole: {'; '.join(meeting[:5])}\n"
                 "  try       accumulate=1, or memory=… for a batch that does not fit",
-                stacklevel=7,  # who called the step
             )
         rows = transform.results_in_rows(scaled, large)
         program, counting, unseen = transform.shares(scaled, large, names.values(), split, batch.parts)
         if unseen:
-            warnings.warn(
+            warn(
                 f"accumulate: no sum or mean over the batch, so its parts weigh the same: {'; '.join(unseen)}",
-                stacklevel=7,
             )
         program, groups, results, fp8 = self._differentiated(program, names)
         program = check(transform.microbatch(self._in_pieces(program), counting, batch.parts, split, rows))
@@ -233,10 +230,9 @@ class Recipe:
         chosen = plan.fp8_products(program, hardware, self.settings.compiles(self.device))
         if not chosen.narrow:
             reasons = "; ".join(f"{reason}: {', '.join(names[:3])}" for reason, names in chosen.wide.items())
-            warnings.warn(
+            warn(
                 'precision="fp8": no product is in 8 bits, all are as with precision="bf16"\n'
                 f"  because   {reasons or 'the model has no linear layers'}",
-                stacklevel=8,
             )
         return check(transform.fp8(program, chosen.narrow)), chosen
 

@@ -34,7 +34,7 @@ class Updating:
         self.by_rule = not why
         if why and not self._told:
             self._told = True
-            torch_update.warn(self.optimizer, why)
+            torch_update.warn_of_torch(self.optimizer, why)
 
     def refuse_split(self, parts: ShardedModel) -> None:
         """PlanError where torch would take the update of parts."""
