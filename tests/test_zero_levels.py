@@ -13,6 +13,7 @@ from mycel.errors import PlanError
 from mycel.ir import Mesh, Program, walk
 from mycel.parts import ShardedModel
 from mycel.plan import Plan
+from mycel.run.memory_sharing import given_away
 
 MIXED = {"*norm*": 1, "*.up_proj.weight": 2, "*.o_proj.weight": 0, "*": "3 over dp"}
 
@@ -55,6 +56,17 @@ def test_each_kind_is_held_as_it_says(one):
             not is_split,
             not state_is_split,
         ), kind
+
+
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_state_is_updated_where_it_lies(one, level):
+    """Of what an update writes, the parts of parameters that ranks hold whole are copied first, and nothing else."""
+    local = ready_to_run(one.under(plan_of(f"{level} over dp")))
+    updates = {i: e for i, e in enumerate(local.main.eqns) if e.op.inplace is not None}
+    assert updates and given_away(local).keys() == updates.keys()
+    for i, eqn in updates.items():
+        copied = {k for k in given_away(local)[i] if k < len(eqn.outputs)}
+        assert copied == (set(range(eqn.params["count"])) if level < 3 else set())
 
 
 def test_it_is_written_and_read_back():

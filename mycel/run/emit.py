@@ -217,7 +217,7 @@ class _Function:
             passed_on: Sequence[Atom] = ()  # operands whose memory, and name, are a result's from here on
             if block is self.block and i in self.given:
                 self.update(eqn, names, self.given[i])
-                passed_on = eqn.inputs[: len(eqn.outputs)]
+                passed_on = [x for k, x in enumerate(eqn.inputs[: len(eqn.outputs)]) if k not in self.given[i]]
             elif block is self.block and i in self.replaced:
                 self.replace(eqn, names)
                 passed_on = eqn.inputs[2:]
@@ -279,11 +279,16 @@ class _Function:
             self.line(f"{', '.join(outs)} = {text}{comment}")
 
     def update(self, eqn: Eqn, names: dict[Var, str], copies: set[int]) -> None:
-        """An equation over the memory of its first operands, which are its results from here on; on the host, one that
-        is given what it needs and runs whenever that has come."""
-        args = [self.atom(x, names) + (".clone()" if k in copies else "") for k, x in enumerate(eqn.inputs)]
+        """An equation over the memory of its first operands, or of copies of them, which are its results from here on;
+        on the host, one that is given what it needs and runs whenever that has come."""
         operands = dict.fromkeys(names[v] for v in eqn.vars)
-        names.update((y, names[x]) for x, y in zip(eqn.inputs, eqn.outputs, strict=False))  # type: ignore[index]
+        args = [self.atom(x, names) for x in eqn.inputs]
+        for k, y in enumerate(eqn.outputs):
+            if k in copies:
+                self.line(f"{self.named(y, names)} = {args[k]}.clone()")
+                args[k] = names[y]
+            names[y] = args[k]
+        args = [x + (".clone()" if k in copies and k >= len(eqn.outputs) else "") for k, x in enumerate(args)]
         text = write_inplace(eqn.op, args, eqn.params)
         if eqn.on_host:
             bound = ", ".join(f"{name}={name}" for name in operands)

@@ -94,10 +94,10 @@ def shared_outputs(program: Program) -> set[int]:
 
 
 def given_away(program: Program) -> dict[int, set[int]]:
-    """Equations of the entry (by index) that may run over the memory of their first operands, because these are inputs
-    which their results replace, or lie in memory of their own (optimiser state that came from the host), and nobody
-    reads them afterwards; with the operands (by position) that must be copied first, because such a kernel may
-    overwrite them."""
+    """Equations of the entry (by index) that may run over the memory of some of their first operands, because these are
+    inputs which their results replace, or lie in memory of their own (optimiser state that came from the host), and
+    nobody reads them afterwards; with the operands (by position) that must be copied first: others that the kernel
+    writes its results over, and those that it may overwrite."""
     block, known = program.main, roots(program)[program.entry]
     family = families(block)
     new = (
@@ -108,23 +108,27 @@ def given_away(program: Program) -> dict[int, set[int]]:
     last = lifetimes(block)
     position = {v: i for i, v in enumerate(block.inputs)}
     owned = {v for e in block.eqns if e.op.fresh for v in e.outputs if len(family[v]) == 1}
+    ends: dict[int, int] = {}  # when what lies in an input is read last
+    for v, at in known.items():
+        ends |= {root: max(last[v][1], ends.get(root, -1)) for root in at}
     copied_operands = {}
     for i, eqn in enumerate(block.eqns):
         if eqn.op.inplace is None:
             continue
-        over, results = eqn.inputs[: len(eqn.outputs)], set(eqn.outputs)
-        mine = {position[x] for x in over if isinstance(x, Var) and x in position}
-        free = {x for x in over if x in owned and last[x][1] == i}  # type: ignore[index]
-        replaced = all(
-            x in free or (isinstance(x, Var) and x in position and new.get(x.name) == y)
-            for x, y in zip(over, eqn.outputs, strict=True)
-        )
-        later = any(last[v][1] > i and at & mine for v, at in known.items() if v not in results)
-        if replaced and not later and len(mine) + len(free) == len(over):
-            rest = range(len(over), len(eqn.inputs))
-            held = [eqn.inputs[k] for k in rest]
-            tensors = [(k, x) for k, x in zip(rest, held, strict=True) if isinstance(x, Var) and x.ndim]
-            copied_operands[i] = {k for k, x in tensors if known.get(x) or any(last[v][1] > i for v in family[x])}
+        over = eqn.inputs[: len(eqn.outputs)]
+        copied = set()
+        for k, (x, y) in enumerate(zip(over, eqn.outputs, strict=True)):
+            is_free = x in owned and last[x][1] == i  # type: ignore[index]
+            is_replaced = isinstance(x, Var) and x in position and new.get(x.name) == y and ends[position[x]] <= i
+            if not (is_free or is_replaced) or x in over[:k]:
+                copied.add(k)
+        if len(copied) == len(over) or (copied and eqn.on_host):
+            continue
+        rest = range(len(over), len(eqn.inputs))
+        held = [eqn.inputs[k] for k in rest]
+        tensors = [(k, x) for k, x in zip(rest, held, strict=True) if isinstance(x, Var) and x.ndim]
+        copied |= {k for k, x in tensors if known.get(x) or any(last[v][1] > i for v in family[x])}
+        copied_operands[i] = copied
     return copied_operands
 
 
