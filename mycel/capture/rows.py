@@ -169,7 +169,7 @@ def all_of_chosen(record: Record, x: Var) -> tuple[Var, Var] | None:
     v = x
     while (eqn := record.producers.get(v)) is not None and eqn.op in (o.reshape, o.unbind, o.select, o.cast):
         steps.append((eqn, eqn.outputs.index(v)))
-        v = eqn.inputs[0]  # type: ignore[assignment]
+        v = next(eqn.vars)
     if eqn is None or eqn.op is not o.where or v.shape[0] != rows.keep.shape[0]:
         return None
     every: Any = eqn.inputs[1]

@@ -118,7 +118,7 @@ def given_away(program: Program) -> dict[int, set[int]]:
         over = eqn.inputs[: len(eqn.outputs)]
         copied = set()
         for k, (x, y) in enumerate(zip(over, eqn.outputs, strict=True)):
-            is_free = x in owned and last[x][1] == i  # type: ignore[index]
+            is_free = isinstance(x, Var) and x in owned and last[x][1] == i
             is_replaced = isinstance(x, Var) and x in position and new.get(x.name) == y and ends[position[x]] <= i
             if not (is_free or is_replaced) or x in over[:k]:
                 copied.add(k)
