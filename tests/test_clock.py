@@ -39,12 +39,13 @@ def near(a: float, b: float) -> bool:
 @st.composite
 def bodies(draw, calls=(), most=14):
     """The equations of a block from x: kernels, views, collectives that wait, collectives that are begun and finished
-    later, moves to the host and back, calls."""
+    later, or of two tensors in one message, moves to the host and back, calls."""
     names, lines, open_, away, gone = ["x"], [], [], [], []
     for i in range(draw(st.integers(2, most))):
         a, b = draw(st.sampled_from(names[-3:])), draw(st.sampled_from(names))
         how = f'axes=("{draw(st.sampled_from(("dp", "tp")))}",), count=2'
-        match draw(st.sampled_from(("work", "work", "view", "wait", "begin", "finish", "leave", "left", "call"))):
+        kinds = ("work", "work", "view", "wait", "begin", "finish", "together", "leave", "left", "call")
+        match draw(st.sampled_from(kinds)):
             case "view" | "wait" | "work" if gone and draw(st.booleans()):
                 k = gone.pop(0)
                 lines.append(f'  v{i}: {SHAPE} = finish_move(u{k}, h{k}, to="device")')
@@ -59,6 +60,8 @@ def bodies(draw, calls=(), most=14):
             case "finish" if open_:
                 token, sent, params = open_.pop(draw(st.integers(0, len(open_) - 1)))
                 lines.append(f'  v{i}: {SHAPE} = finish({token}, {sent}, {params}, op="all_reduce")')
+            case "together":
+                lines += together(a, b, how, i)
             case "leave":
                 lines.append(f'  t{i}: i64[] = begin_move({a}, to="host")')
                 away.append((f"t{i}", a))
@@ -88,6 +91,17 @@ def bodies(draw, calls=(), most=14):
     ]
     lines.append(f"  y: {SHAPE} = add({names[-1]}, {draw(st.sampled_from(names))})")
     return "\n".join(lines)
+
+
+def together(a: str, b: str, how: str, i: int) -> list[str]:
+    """Two tensors in one message: scattered, and gathered again as v and w."""
+    scatter, gather = (f'{how}, op="{op}", dims=(0, 0)' for op in ("reduce_scatter", "all_gather"))
+    return [
+        f"  t{i}: i64[] = begin({a}, {b}, {scatter})",
+        f"  c{i}: f32[24,48], d{i}: f32[24,48] = finish(t{i}, {a}, {b}, {scatter})",
+        f"  s{i}: i64[] = begin(c{i}, d{i}, {gather}, sizes=(48, 48))",
+        f"  v{i}: {SHAPE}, z{i}: {SHAPE} = finish(s{i}, c{i}, d{i}, {gather}, sizes=(48, 48))",
+    ]
 
 
 def block(name: str, body: str) -> str:
@@ -238,6 +252,26 @@ def test_what_is_standardised_across_rows_is_read_twice():
     for text, moved in ((batch, 3 * size), (layer, 2 * size)):
         program = check(Program.parse(text))
         assert near(clock(program, device, None, ["main"]).seconds, moved / device.bytes_s)
+
+
+def test_what_travels_in_one_message_is_packed_and_unpacked():
+    """Computing copies it; what travels alone is sent from where it lies and received where it is read."""
+
+    def times(packed: bool):
+        lines = together("x", "x", 'axes=("dp",), count=2', 0)
+        if not packed:
+            lines = [line.replace("x, x", "x").replace("dims=(0, 0)", "dims=(0,)") for line in lines]
+            lines = [
+                line.replace(", d0: f32[24,48]", "").replace(", d0", "").replace("(48, 48)", "(48,)") for line in lines
+            ]
+            lines = [line.replace(f", z0: {SHAPE}", "") for line in lines]
+        text = "\n".join([f"def main(x: {SHAPE}):", *lines, "  return v0\n"])
+        return clock(check(Program.parse(text)), CPU, LINKS)
+
+    size = 2 * 48 * 48 * 4  # of two tensors: read and written, on the way out and when they have come
+    copies = 2 * (CPU.started(2 * size / CPU.bandwidth(2 * size)))
+    assert near(times(True).totals[COMPUTE], copies) and times(False).totals[COMPUTE] == 0
+    assert near(times(True).seconds, copies + sum(times(True).totals[s] for s in ("host", "network")))
 
 
 def test_levels_are_wires_of_their_own():

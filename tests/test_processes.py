@@ -26,8 +26,9 @@ from hypothesis import strategies as st
 from mycel.errors import PlanError, RunError
 from mycel.ir.layout import Mesh
 from mycel.launch import launch
+from mycel.ops.collective import ALONE_BYTES
 from mycel.run import rendezvous
-from mycel.run.collectives import ALONE_BYTES, MESSAGE_BYTES, buckets
+from mycel.run.collectives import MESSAGE_BYTES, buckets
 from mycel.run.processes import world
 from mycel.run.rendezvous import code_version, connect, difference, named, serve
 from mycel.run.shares import Shares

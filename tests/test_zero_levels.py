@@ -13,7 +13,8 @@ from mycel.errors import PlanError
 from mycel.ir import Mesh, Program, walk
 from mycel.parts import ShardedModel
 from mycel.plan import Plan
-from mycel.run.memory_sharing import given_away
+from mycel.run.emit import emit
+from mycel.run.memory_sharing import gathered_into, given_away
 
 MIXED = {"*norm*": 1, "*.up_proj.weight": 2, "*.o_proj.weight": 0, "*": "3 over dp"}
 
@@ -67,6 +68,18 @@ def test_state_is_updated_where_it_lies(one, level):
     for i, eqn in updates.items():
         copied = {k for k in given_away(local)[i] if k < len(eqn.outputs)}
         assert copied == (set(range(eqn.params["count"])) if level < 3 else set())
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_parameters_are_gathered_where_they_lie(one, level):
+    """Of a step that updates parts of parameters, each whole one is received into the parameter itself."""
+    local = ready_to_run(one.under(plan_of(f"{level} over dp")))
+    updated = dict(zip(local.main.outputs[-len(local.updates) :], local.updates, strict=True))
+    ends = {i: e for i, e in enumerate(local.main.eqns) if e.op.name == "finish" and e.params["op"] == "all_gather"}
+    wanted = {i: [updated.get(y) for y in e.outputs] for i, e in ends.items()}
+    assert {i: [v and v.name for v in places] for i, places in gathered_into(local).items()} == wanted
+    assert sum(name is not None for names in wanted.values() for name in names) == len(list(one.model.parameters()))
+    assert ".copy_(all_gather" not in emit(local, donate=True, reuse=True)
 
 
 def test_it_is_written_and_read_back():

@@ -43,6 +43,7 @@ from mycel.ir import OPS, Collective, Type, op
 from mycel.ops.rules import o
 
 RING = 8  # ranks
+ALONE_BYTES = 4 << 20  # of a gather or scatter: larger tensors travel alone, since packing costs more than a message
 
 COMMUNICATORS: list[Any] = []  # the innermost is asked; owned by the runs
 
@@ -449,6 +450,15 @@ def finish(token, *xs, op, axes, count, kind="+", dims=(), sizes=(), to=(), rows
     ys = communicator().wait(token)
     if op == "all_gather":
         ys = [y if y.shape[d] == n else y.narrow(d, 0, n) for y, d, n in zip(ys, dims, sizes, strict=True)]
+    return tuple(ys) if len(ys) > 1 else ys[0]
+
+
+def finish_into(places, token, *xs, **how):
+    """`finish` of a gather whose results replace tensors and are written there: one place for each result, or None."""
+    ys = communicator().wait(token, places)
+    for y, place in zip(ys, places, strict=True):
+        if place is not None and y is not place:  # nothing was sent: a single rank
+            place.copy_(y)
     return tuple(ys) if len(ys) > 1 else ys[0]
 
 

@@ -11,6 +11,7 @@ does to them:
     a collective                  c' = l' = max(c, l) + s                       it waits for its message
     t = begin(…), begin_move(…)   t = l' = max(c, l) + s;   c' = c + busy · s   busy: what sending takes from computing
     finish(t)                     c' = max(c, t);  of a move to the host that is not waited for, c' = c
+      where it packs what travels together, first c' = c + packing; where it unpacks, c' = … + packing in the end
     an update on the host         l' = max(c, l, t of what came there for it) + s
     begin_move(x, to="device")    where the host makes x:  c' = max(c, l - what it does behind x), and then as above
 
@@ -58,7 +59,7 @@ from mycel.ops import o
 from mycel.plan.cost import TURNS, Costs
 from mycel.plan.hardware import Hardware
 from mycel.plan.kernels import moments
-from mycel.plan.links import Link, Links, message
+from mycel.plan.links import Link, Links, message, packed_bytes
 
 WORKSPACE = 100 << 20  # what the libraries for products and attention take on a GPU, once: as seen on an H200
 # streams besides those of links
@@ -111,6 +112,7 @@ class Line:
     seconds: float = 0.0
     stream: int = 0
     busy: float = 0.0
+    packing: float = 0.0  # seconds of computing before a message begins, or once it has come
     token: int = -1  # of a finish: the line of its begin
     after: tuple[int, ...] = ()  # of an update on the host: the lines that bring what it reads, all that it waits for
     behind: float | None = None  # it takes what the host makes, so many seconds before the host is free
@@ -266,6 +268,7 @@ class Clock:
         computing = costs.merged(block, there, groups) if compiled else costs.computing(block)
         begin, finish, begin_move, finish_move = o.begin, o.finish, o.begin_move, o.finish_move
         begun: dict[Var, int] = {}
+        replacing = set(block.outputs[len(block.outputs) - len(program.updates) :]) if block is program.main else set()
         brought: dict[Var, int] = {}  # values on the host -> the lines that begin to bring them
         lines: list[Line] = []
         for i, (eqn, seconds) in enumerate(zip(block.eqns, computing, strict=True)):
@@ -277,6 +280,9 @@ class Clock:
             elif eqn.op is finish or eqn.op is finish_move:
                 kind = "finish" if eqn.params.get("wait", True) else "leave"
                 lines.append(Line(eqn, kind, token=begun[next(eqn.vars)]))
+                if eqn.op is finish:  # what replaces inputs is copied there, packed or not
+                    size_ = max(packed_bytes(eqn), sum(y.type.bytes for y in eqn.outputs if y in replacing))
+                    lines[-1].packing = costs.copies(size_)
                 brought[eqn.outputs[0]] = lines[-1].token
             elif eqn.op is begin_move:
                 way = self.streams.index(TO_HOST if eqn.params["to"] == HOST else TO_DEVICE)
@@ -290,7 +296,9 @@ class Clock:
             elif name:
                 link = self.links.of(axes) if self.links is not None else FREE
                 stream = self.streams.index(link.name) if self.links is not None else 0
-                lines.append(Line(eqn, "begin" if eqn.op is begin else "wait", costs.message(eqn), stream, link.busy))
+                line = Line(eqn, "begin" if eqn.op is begin else "wait", costs.message(eqn), stream, link.busy)
+                line.packing = costs.copies(packed_bytes(eqn)) if eqn.op is begin else 0.0
+                lines.append(line)
             else:
                 lines.append(Line(eqn, "work", seconds))
         if self.moves and block is program.main:
@@ -374,6 +382,7 @@ class _BlockWalk:
         for i, line in enumerate(self._lines(name, compiled)):
             inner, at = line.inner, ""
             seconds = line.seconds if line.stream != self.free else 0.0
+            packing = line.packing if self.free else 0.0
             if line.behind is not None:
                 behind = line.behind if self.free != len(state) - 1 else 0.0
                 state[0], ahead = _later(_plus(state[0], ahead), _plus(state[-1], -behind)), 0.0
@@ -389,8 +398,11 @@ class _BlockWalk:
                     assumed.update(dict.fromkeys(held.assumed))
                     inner, at = held.peak + _stacked(line.eqn), held.at
                 elif line.kind == "finish":
-                    state[0] = _later(state[0], tokens[line.token])
+                    state[0] = _plus(_later(state[0], tokens[line.token]), packing)
+                    totals[0] += line.packing
                 else:
+                    state[0] = _plus(state[0], packing)
+                    totals[0] += line.packing
                     totals[line.stream] += line.seconds
                     start = state[line.stream] if line.after else _later(state[0], state[line.stream])
                     for begun in line.after:
@@ -446,7 +458,9 @@ class _BlockWalk:
                     yield from self.events(ref, compiled, state)
             elif line.kind == "finish":
                 state[0] = max(state[0], tokens[line.token])
+                yield from _copying(state, line.packing, name, line.eqn)
             elif line.kind != "leave":
+                yield from _copying(state, line.packing, name, line.eqn)
                 start = max(state[line.stream], *([tokens[begun] for begun in line.after] or [state[0]]))
                 state[line.stream] = start + line.seconds
                 yield Event(streams[line.stream], start, start + line.seconds, name, line.eqn)
@@ -505,8 +519,9 @@ class _BlockWalk:
                 matrix = self.held(line.eqn, compiled).matrix
                 state = [max(w + t for w, t in zip(row, state, strict=True)) for row in matrix]
             elif line.kind == "finish":
-                state[0] = max(state[0], tokens[line.token])
+                state[0] = max(state[0], tokens[line.token]) + line.packing
             elif line.kind != "leave":
+                state[0] += line.packing
                 ready = max(state[line.stream], *([tokens[begun] for begun in line.after] or [state[0]]))
                 state[line.stream] = tokens[i] = ready + line.seconds
                 state[0] = state[line.stream] if line.kind == "wait" else state[0] + line.busy * line.seconds
@@ -527,6 +542,13 @@ class _BlockWalk:
 
 
 # -- times as the largest of sums
+
+
+def _copying(state: Row, seconds: float, block: str, eqn: Eqn) -> Iterator[Event]:
+    """Packing or unpacking, as computing."""
+    if seconds:
+        yield Event(COMPUTE, state[0], state[0] + seconds, block, eqn)
+        state[0] += seconds
 
 
 def _unit(count: int) -> Matrix:

@@ -89,6 +89,10 @@ class Costs:
         name, axes, size = message(eqn)
         return self.links.seconds(name, axes, size) if name and self.links is not None else 0.0
 
+    def copies(self, size: float) -> float:
+        """Seconds to copy so many bytes."""
+        return self.hardware.started(2 * size / self.hardware.bandwidth(2 * size)) if size else 0.0
+
     def kernel(self, eqn: Eqn, compiled: bool | None = None) -> float:
         """An equation as a kernel of its own; a compiler pads the operands of products."""
         cost, kind = eqn.op.cost(eqn.input_types, eqn.params), eqn.op.rate_of(eqn.input_types, eqn.params)

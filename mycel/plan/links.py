@@ -20,6 +20,7 @@ import numpy as np
 
 from mycel.ir import OPS, Axes, Eqn, Mesh
 from mycel.ops import o
+from mycel.ops.collective import ALONE_BYTES
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,15 @@ def message(eqn: Eqn) -> tuple[str, Axes, float]:
         x = next(iter(eqn.vars))
         size = min(size, x.type.bytes // max(x.shape[0], 1) * eqn.params["rows"])
     return op.name, eqn.params["axes"], float(size)
+
+
+def packed_bytes(eqn: Eqn) -> float:
+    """What the beginning or the end of a collective copies, since several tensors travel in one message: a scatter what
+    it sends, a gather what has come; the copy that a sum is made in was measured with it."""
+    op, tensors = eqn.params["op"], eqn.outputs if eqn.op is o.finish else eqn.vars
+    if op != ("all_gather" if eqn.op is o.finish else "reduce_scatter") or len(eqn.params["dims"]) == 1:
+        return 0.0
+    return float(sum(v.type.bytes for v in tensors if v.type.bytes < ALONE_BYTES))
 
 
 def sent_by(eqn: Eqn) -> tuple[Axes, float]:

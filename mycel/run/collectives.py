@@ -17,14 +17,16 @@ from typing import Any, Protocol
 import torch
 
 from mycel.errors import RunError
+from mycel.ops.collective import ALONE_BYTES
 from mycel.run.groups import RankGroup, Works, wide
 
 Tensor = torch.Tensor
-Messages = Generator[Works, None, list[Tensor]]
+Places = Sequence[Tensor | None] | None  # where results are wanted
+Messages = Generator[Works, Places, list[Tensor]]
 
-# of a gather or scatter: larger tensors travel alone, since packing them costs more than a message; and so much goes in
-# one message, since more leaves the caches (of four processes, 1 MiB tensors took up to a third less CPU time so)
-ALONE_BYTES, MESSAGE_BYTES = 4 << 20, 8 << 20
+# of a gather or scatter so much goes in one message, since more leaves the caches (of four processes, tensors of 1 MiB
+# took up to a third less CPU time so)
+MESSAGE_BYTES = 8 << 20
 
 
 def begin(group: RankGroup, name: str, xs: Sequence[Tensor], how: dict[str, Any]) -> Messages:
@@ -53,10 +55,10 @@ def buckets(name: str, xs: Sequence[Tensor], count: int, how: dict[str, Any]) ->
     return [(bucket, {**how, "dim": [dims[i] for i in bucket]}) for bucket in together]
 
 
-def finish(messages: Messages) -> list[Tensor]:
-    """What a collective returns once its messages have come."""
+def finish(messages: Messages, places: Places = None) -> list[Tensor]:
+    """What a collective returns once its messages have come; of a gather, in these places."""
     try:
-        next(messages)
+        messages.send(places)
     except StopIteration as done:
         return done.value
     raise AssertionError("a collective has messages to send after its last")
@@ -77,9 +79,12 @@ def all_reduce(group: RankGroup, xs: list[Tensor], kind: str = "+") -> Messages:
 def all_gather(group: RankGroup, xs: list[Tensor], dim: list[int]) -> Messages:
     x = _joined(xs, xs[0].dtype)
     parts = x.new_empty(group.count, x.numel())
-    yield group.gather(parts, x)
+    places = yield group.gather(parts, x)
     each = parts.split([x.numel() for x in xs], 1) if len(xs) > 1 else [parts]
-    return [_side_by_side(p.view(group.count, *x.shape), d) for p, x, d in zip(each, xs, dim, strict=True)]
+    return [
+        _side_by_side(p.view(group.count, *x.shape), d, place)
+        for p, x, d, place in zip(each, xs, dim, places or [None] * len(xs), strict=True)
+    ]
 
 
 def reduce_scatter(group: RankGroup, xs: list[Tensor], dim: list[int], kind: str = "+") -> Messages:
@@ -226,9 +231,12 @@ def _parted(x: Tensor, dim: int, count: int) -> Tensor:
     return parts.movedim(dim, 0) if dim else parts
 
 
-def _side_by_side(parts: Tensor, dim: int) -> Tensor:
-    """The first dim -> parts along `dim` of the others."""
+def _side_by_side(parts: Tensor, dim: int, place: Tensor | None = None) -> Tensor:
+    """The first dim -> parts along `dim` of the others, in a place or anywhere."""
     count, *shape = parts.shape
+    if place is not None:
+        _parted(place, dim, count).copy_(parts)
+        return place
     dim %= len(shape)
     shape[dim] *= count
     return (parts.movedim(0, dim) if dim else parts).reshape(shape)

@@ -46,7 +46,15 @@ from mycel.ir import (
 from mycel.ops import o
 from mycel.run.compiled_blocks import CompiledProgram
 from mycel.run.kernels import class_source, literal, sources_of, write, write_inplace, write_into
-from mycel.run.memory_sharing import given_away, owned_results, replaced_if, reusable, shared_outputs, summing
+from mycel.run.memory_sharing import (
+    gathered_into,
+    given_away,
+    owned_results,
+    replaced_if,
+    reusable,
+    shared_outputs,
+    summing,
+)
 from mycel.run.own_gradient import OwnGradient
 
 _ROOMS = {"mycel.ops.across": "across"}  # where operators are that ask the run's communicator, if not in collective
@@ -165,6 +173,7 @@ class _Function:
         self.reuse = reuse
         self.donates = False
         self.given: dict[int, set[int]] = {}
+        self.gathered: dict[int, list[Var | None]] = {}
         self.replaced: set[int] = set()
         self.on_host = False
         self.over: dict[Atom, str] = {}  # moves to the host that are written over an input, by their tokens
@@ -184,7 +193,7 @@ class _Function:
     def donating_source(self, on_host: bool) -> str:
         """The entry, its updates written into its inputs; `on_host`: its conditions can be asked."""
         self.donates, self.given = True, given_away(self.program)
-        self.replaced, self.on_host = replaced_if(self.program), on_host
+        self.gathered, self.replaced, self.on_host = gathered_into(self.program), replaced_if(self.program), on_host
         names: dict[Var, str] = {}
         args = [self.named(v, names) for v in self.block.inputs]
         by_name = {v.name: names[v] for v in self.block.inputs}
@@ -218,6 +227,8 @@ class _Function:
             if block is self.block and i in self.given:
                 self.update(eqn, names, self.given[i])
                 passed_on = [x for k, x in enumerate(eqn.inputs[: len(eqn.outputs)]) if k not in self.given[i]]
+            elif block is self.block and i in self.gathered:
+                self.gather(eqn, names, self.gathered[i])
             elif block is self.block and i in self.replaced:
                 self.replace(eqn, names)
                 passed_on = eqn.inputs[2:]
@@ -294,6 +305,13 @@ class _Function:
             bound = ", ".join(f"{name}={name}" for name in operands)
             text = f"spaces.compute(lambda {bound}: {text}, [{', '.join(operands)}])"
         self.line(text)
+
+    def gather(self, eqn: Eqn, names: dict[Var, str], places: Sequence[Var | None]) -> None:
+        """The end of a gather, its results in the memory of the inputs that they replace."""
+        names |= {y: names[old] for y, old in zip(eqn.outputs, places, strict=True) if old is not None}
+        wanted = "".join(f"{names[old] if old is not None else None}, " for old in places)
+        args = [f"({wanted})", *(self.atom(x, names) for x in eqn.inputs)]
+        self.line(f"{', '.join(self.named(y, names) for y in eqn.outputs)} = ranks.finish_into({', '.join(args)})")
 
     def replace(self, eqn: Eqn, names: dict[Var, str]) -> None:
         """where(c, new, old) in the memory of an input: on the host nothing is computed, and nothing written if not."""

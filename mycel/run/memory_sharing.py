@@ -4,6 +4,7 @@ roots            which inputs of a block each of its values may share memory wit
 shared_outputs   outputs that may share memory with an input the program updates in place; those are copied before
                  the update
 given_away       equations of the entry that may write their results over inputs the program updates
+gathered_into    gathers whose results may be written into such inputs
 replaced_if      choices between the old and the new value of such an input that may be made in its memory
 summing          equations of a scan's body that may add to its carry in place
 owned_results    of each block, the outputs that lie in memory of their own
@@ -130,6 +131,31 @@ def given_away(program: Program) -> dict[int, set[int]]:
         copied |= {k for k, x in tensors if known.get(x) or any(last[v][1] > i for v in family[x])}
         copied_operands[i] = copied
     return copied_operands
+
+
+def gathered_into(program: Program) -> dict[int, list[Var | None]]:
+    """Equations of the entry (by index) that finish a gather of whole parts, with the input that each result replaces
+    and may be written into: it is nothing else, and nobody reads what lies in that input any more."""
+    block, known, last = program.main, roots(program)[program.entry], lifetimes(program.main)
+    new = block.outputs[len(block.outputs) - len(program.updates) :] if program.updates else []
+    by_name = {v.name: (i, v) for i, v in enumerate(block.inputs)}
+    replaces = {y: by_name[name] for name, y in zip(program.updates, new, strict=True) if isinstance(y, Var)}
+    uses = chains(block)
+    places: dict[int, list[Var | None]] = {}
+    for i, eqn in enumerate(block.eqns):
+        if eqn.op is not o.finish or eqn.params["op"] != "all_gather":
+            continue
+        how, parts = eqn.params, eqn.inputs[1:]
+        for k, (x, y) in enumerate(zip(parts, eqn.outputs, strict=True)):
+            dim, size = how["dims"][k], how["sizes"][k]
+            if y not in replaces or uses[y].uses or block.outputs.count(y) > 1:
+                continue
+            position, old = replaces[y]
+            is_read_later = any(position in at and last[v][1] > i for v, at in known.items())
+            is_whole = isinstance(x, Var) and x.shape[dim] * how["count"] == size
+            if old.type == y.type and is_whole and not is_read_later:
+                places.setdefault(i, [None] * len(parts))[k] = old
+    return places
 
 
 def replaced_if(program: Program) -> set[int]:

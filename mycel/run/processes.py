@@ -157,8 +157,9 @@ class Processes:
                 raise watch.explain(place, e) from e
         return Pending(list(xs), flights, place)
 
-    def wait(self, pending: Pending) -> list[Tensor]:
-        """What the collective brought; a second call brings the same."""
+    def wait(self, pending: Pending, places: Sequence[Tensor | None] = ()) -> list[Tensor]:
+        """What the collective brought; a second call brings the same.  `places`: where results of a gather are wanted,
+        instead of in memory of their own."""
         if pending.place is None:
             return pending.results
         watch = self._watch()
@@ -168,7 +169,7 @@ class Processes:
                     work.wait()
             except RuntimeError as e:
                 raise watch.explain(pending.place, e) from e
-            for i, y in zip(bucket, finish(messages), strict=True):
+            for i, y in zip(bucket, finish(messages, [places[i] for i in bucket] if places else None), strict=True):
                 pending.results[i] = y
         watch.leave(pending.place, _reached() if pending.results and pending.results[0].is_cuda else None)
         pending.flights, pending.place = [], None
