@@ -45,8 +45,8 @@ LIMIT_S = 240
 BASELINES = ("ddp", "ddp tuned", "ddp fp16", "ddp powersgd")
 CODECS = ("exact", "int8+ef", "int4+ef", "sign+ef", "powersgd(4)+ef")
 APART = (
-    "local(H=2, overlap=1) int4+ef",
-    "local(H=5, overlap=1) int4+ef",
+    "diloco(H=2, lr=1, momentum=0, overlap=1) int4+ef",
+    "diloco(H=5, lr=1, momentum=0, overlap=1) int4+ef",
     "diloco(H=10) int4+ef",
     "diloco(H=50) int4+ef",
     "streaming(H=10, fragments=2) int4+ef",
