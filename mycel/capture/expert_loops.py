@@ -365,10 +365,12 @@ class Loops:
     def _unscaled(self, rows: Any) -> tuple[Any, float]:
         """Rows without the products by numbers that are made of them last, and these numbers' product."""
         scale = 1.0
-        while (product := self.of(rows, o.mul)) is not None and len([*product.vars]) == 1:
-            (factor,) = product.vars
-            scale *= math.prod(x for x in product.inputs if not isinstance(x, Var))  # type: ignore[type-var]
-            rows = self.plain(factor)
+        while (product := self.of(rows, o.mul)) is not None:
+            numbers = [x for x in product.inputs if isinstance(x, (int, float))]
+            factors = [x for x in product.inputs if isinstance(x, Var)]
+            if not numbers or not factors:
+                break
+            scale, rows = scale * math.prod(numbers), self.plain(factors[0])
         return rows, scale
 
     def flat(self, mask: Any) -> Any:
