@@ -163,15 +163,15 @@ class Tracer(Record):
             yield
         except CaptureError as e:
             self.undo(before)
-            if len(self._masks_of(args)) > 1:
+            if not _is_refused_by_torch(func, args, kwargs):
+                raise
+            if len(self._masks_of(args)) > 1:  # torch has as many of one as of the other
                 hint = "one mask for all of them: token, place = torch.where(mask), then x[token] and w[token, place]"
                 raise refuse(
                     "rows that one mask chose meet rows that another chose: that there are as many is not known",
                     EXPERTS + hint if self.has_choices() else hint,
                 ) from e
-            if _is_refused_by_torch(func, args, kwargs):
-                raise MisfitError(e.what, file=e.file, line=e.line, text=e.text, hint=e.hint) from e
-            raise
+            raise MisfitError(e.what, file=e.file, line=e.line, text=e.text, hint=e.hint) from e
 
     def _masks_of(self, args: Sequence[Any]) -> set[Var]:
         """The masks that chose rows of these arguments."""
