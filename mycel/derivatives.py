@@ -45,10 +45,16 @@ class Derived(Jit):
     """A function made from another by a change of its captured program."""
 
     def __init__(
-        self, fn: Callable[..., Any], mode: str, derive: Derive, check_finite: bool = False, strict: bool = False
+        self,
+        fn: Callable[..., Any],
+        mode: str,
+        derive: Derive,
+        check_finite: bool = False,
+        strict: bool = False,
+        by_arguments: bool = True,
     ) -> None:
         super().__init__(fn, mode, check_finite, strict)
-        self.derive = derive
+        self.derive, self.by_arguments = derive, by_arguments
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if TRACING:
@@ -58,7 +64,15 @@ class Derived(Jit):
         return super().__call__(*args, **kwargs)
 
     def derived(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-        captured = capture_call(self.fn, args, kwargs, apart=True, differentiated=True, strict=self.strict)
+        captured = capture_call(
+            self.fn,
+            args,
+            kwargs,
+            apart=True,
+            differentiated=True,
+            strict=self.strict,
+            by_arguments=self.by_arguments,
+        )
         with located(self.fn):
             return self.derive(replace(captured, program=transform.simplify(captured.program)))
 
@@ -84,6 +98,7 @@ def grad(
         functools.partial(_gradient, argnums=argnums, wrt=wrt, has_aux=has_aux, value=False),
         check_finite,
         strict,
+        by_arguments=wrt is None,
     )
 
 
@@ -104,6 +119,7 @@ def value_and_grad(
         functools.partial(_gradient, argnums=argnums, wrt=wrt, has_aux=has_aux, value=True),
         check_finite,
         strict,
+        by_arguments=wrt is None,
     )
 
 

@@ -140,6 +140,20 @@ class Loop(nn.Module):
             y.index_add_(0, token, expert(x[token]) * weights[token, place, None])
         return y
 
+    def scaled(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            y.index_add_(0, token, 2.5 * expert(x[token]) * weights[token, place, None], alpha=-0.5)
+        return y
+
+    def two_masks(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            chosen = (ids == i).any(-1)
+            y[chosen] += expert(x[chosen]) * weights[ids == i].unsqueeze(-1)
+        return y
+
     def in_place(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         y = torch.zeros_like(x)
         for i, expert in enumerate(self.experts):

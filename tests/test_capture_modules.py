@@ -416,3 +416,100 @@ def test_tuples_that_forbid_len():
         return model(x) * model.scales[0][0] + model.scales[0][1]
 
     agrees(fn, X)
+
+
+class Signed:
+    """What Python itself calls decides on a tensor: a property, an operator, a function of a decorator."""
+
+    def __init__(self, x):
+        self.x = x
+
+    @property
+    def sign(self):
+        return self.x.exp() if self.x.sum() > 0 else -self.x
+
+    def __add__(self, other):
+        if other.sum() > 0:
+            warnings.warn("a positive sum", stacklevel=2)
+            return self.x + other
+        return self.x - other
+
+
+class OwnCall(nn.Module):
+    """A module whose class calls forward by itself, as those of gpytorch do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.5, -0.2, 0.3], dtype=torch.float64))
+
+    def __call__(self, x):
+        return self.forward(x) if (self.weight * x).sum() > 0 else x * self.weight
+
+    def forward(self, x):
+        y = Signed(x * self.weight)
+        return (y + x) * y.sign if self.weight.prod() < 0 else x
+
+
+class OwnCalls(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = OwnCall()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_what_python_itself_calls_decides_on_tensors():
+    model = OwnCalls()
+    fast = mycel.jit(model, strict=True)
+    up, down = torch.tensor([[2.0, 1.0, 3.0], [2.0, 9.0, -4.0]], dtype=torch.float64)
+    for x in (down, -up):
+        assert torch.allclose(fast(x), model(x))
+    for fn in (fast, model):
+        with pytest.warns(UserWarning, match="a positive sum"):
+            fn(up)
+    got, want = (torch.autograd.grad(fn(down).sum(), [*model.parameters()])[0] for fn in (fast, model))
+    assert torch.allclose(got, want)
+
+
+def test_functions_that_lead_to_one_another_may_be_many():
+    names = {"torch": torch}
+    lines = [f"def f{i}(x):\n    return x * weight if x is not None else f{i + 1}(x)\n" for i in range(400)]
+    exec("".join(lines), names)
+    names.update(weight=torch.tensor(2.0), f400=lambda x: x)
+    assert torch.equal(mycel.jit(names["f0"], strict=True)(torch.ones(3)), torch.full((3,), 2.0))
+
+
+def test_a_gaussian_process_trains_as_torch_has_it():
+    gpytorch = pytest.importorskip("gpytorch")
+    x = torch.linspace(0, 1, 8, dtype=torch.float64)
+    y = torch.sin(6 * x)
+
+    class Process(gpytorch.models.ExactGP):
+        def __init__(self, likelihood):
+            super().__init__(x, y, likelihood)
+            self.mean_module = gpytorch.means.ConstantMean()
+            self.covar_module = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel())
+
+        def forward(self, x):
+            return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+    class Likelihood(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.process = Process(gpytorch.likelihoods.GaussianLikelihood())
+            self.log = gpytorch.mlls.ExactMarginalLogLikelihood(self.process.likelihood, self.process)
+
+        def forward(self, x, y):
+            return -self.log(self.process(x), y)
+
+    model, twin = Likelihood().double(), Likelihood().double()
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=0.1)
+    step = mycel.train_step(model, torch.optim.AdamW(model.parameters(), lr=0.1), strict=True)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = twin(x, y)
+        loss.backward()
+        optimizer.step()
+        assert torch.allclose(step(x, y), loss)
+    same(state(model), state(twin))

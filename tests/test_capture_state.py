@@ -422,3 +422,63 @@ def test_copies_of_what_lives_on_have_memory_of_their_own():
             tensor.add_(1)
     assert [y.detach().tolist() for y in copies] == before and seen is layer.seen
     X.sub_(1)
+
+
+last = torch.zeros(3)
+
+
+def test_a_variable_outside_of_the_function_holds_the_tensor_of_the_last_call():
+    seen = None
+
+    def fn(x):
+        nonlocal seen
+        global last
+        y = x * 2 if seen is None else x - seen
+        seen, last = (y + last).detach(), y.detach() * 3
+        return y.sum()
+
+    runs = []
+    for call in (fn, mycel.jit(fn, strict=True)):
+        seen, globals()["last"] = None, torch.zeros(3)
+        runs.append([(call(x), seen, last) for x in (torch.ones(3), torch.arange(3.0), torch.ones(3))])
+    for got, want in zip(*runs, strict=True):
+        assert all(map(torch.equal, got, want))
+
+
+class Averaged(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Linear(3, 2)
+        self.mean = torch.optim.swa_utils.AveragedModel(self.model)
+
+    def forward(self, x):
+        self.mean.update_parameters(self.model)
+        return self.model(x).pow(2).mean()
+
+
+def test_averages_of_weights_follow_them():
+    model, twin = Averaged(), Averaged()
+    twin.load_state_dict(model.state_dict())
+    optimizer = torch.optim.SGD(twin.model.parameters(), lr=0.1)
+    step = mycel.train_step(model, torch.optim.SGD(model.model.parameters(), lr=0.1), strict=True)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = twin(X.reshape(-1, 3))
+        loss.backward()
+        optimizer.step()
+        assert torch.allclose(step(X.reshape(-1, 3)), loss)
+    same(dict(model.state_dict()), dict(twin.state_dict()))
+
+
+@pytest.mark.parametrize("dims", [(), (1,), (0, 1)])
+def test_roll_by_a_number_that_a_weight_decides(dims):
+    weight = nn.Parameter(torch.tensor(2.4))
+
+    def fn(x):
+        by = int((x.sum() * weight).abs())
+        return torch.roll(x, (by, -1) if len(dims) == 2 else by, dims) * weight
+
+    fast = mycel.jit(fn, strict=True)
+    for x in (torch.arange(12.0).reshape(3, 4), -torch.arange(12.0).reshape(3, 4) / 7):
+        weight.data += 0.7
+        assert torch.equal(fast(x), fn(x))

@@ -24,7 +24,7 @@ def same_as_torch(model: nn.Module, x: torch.Tensor) -> None:
         torch.testing.assert_close(grads[name], torch.zeros_like(p) if p.grad is None else p.grad)
 
 
-ADDED = ["added", "in_place", "in_place_behind", "put", "scattered", "scattered_repeated", "mixtral"]
+ADDED = ["added", "in_place", "in_place_behind", "put", "scattered", "scattered_repeated", "mixtral", "scaled"]
 
 
 @pytest.mark.parametrize("how", ADDED)
@@ -101,7 +101,7 @@ def test_a_loop_that_does_more_stays_as_it_is(how):
     same_as_torch(model, x)
 
 
-@pytest.mark.parametrize("how", ["sorted_rows", "full_experts", "copied"])
+@pytest.mark.parametrize("how", ["sorted_rows", "full_experts", "copied", "two_masks"])
 def test_a_loop_that_is_refused_is_told_how_to_write_it(how):
     with pytest.raises(CaptureError, match=r"experts\.py:\d+\n(.|\n)*try       for a loop over experts .*mycel\.exp"):
         mycel.capture(Loop(how), torch.randn(6, 4, dtype=torch.float64))

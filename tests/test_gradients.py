@@ -509,3 +509,47 @@ def test_an_argument_may_be_what_a_function_is_differentiated_by():
     fn = lambda m: (Surrogate.apply(X, m, torch.arange(3), 5.0, X) * X).sum()
     (want,) = torch.autograd.grad(fn(x), x)
     assert torch.allclose(mycel.grad(fn)(X), want)
+
+
+class Widening(torch.autograd.Function):
+    """Its gradient is as large as its result: torch sums it over what was expanded.  It refuses one by x."""
+
+    @staticmethod
+    def forward(ctx, x, scale):
+        if ctx.needs_input_grad[0]:
+            raise ValueError("x asks for a gradient")
+        ctx.save_for_backward(x)
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, g):
+        return None, g * ctx.saved_tensors[0]
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1, 1), 0.5, dtype=torch.float64))
+
+    def forward(self, x):
+        return x.exp() if x.requires_grad else Widening.apply(x, self.scale)
+
+
+def test_arguments_of_jit_ask_for_a_gradient_where_the_callers_do():
+    model, x = Scaled(), X.reshape(1, 3).clone()
+    fast = mycel.jit(model, strict=True)
+    for asks in (False, True, False):
+        x.requires_grad_(asks)
+        assert torch.allclose(fast(x), model(x))
+    with torch.no_grad():
+        assert torch.allclose(fast(x.requires_grad_()), model(x))
+
+
+def test_the_gradient_of_a_function_is_summed_over_what_was_expanded():
+    model, twin = Scaled(), Scaled()
+    x = X.reshape(1, 3)
+    twin(x).pow(2).sum().backward()
+    loss = lambda x: model(x).pow(2).sum()
+    assert torch.allclose(mycel.grad(loss, wrt=model)(x)["scale"], twin.scale.grad)
+    mycel.jit(loss)(x).backward()
+    assert torch.allclose(model.scale.grad, twin.scale.grad)

@@ -3,6 +3,7 @@ random sequences of them."""
 
 from __future__ import annotations
 
+import logging
 import random
 import sys
 import types
@@ -384,3 +385,11 @@ def test_another_function_of_a_library_is_another_program(functions):
     for i, j, k in ((0, 0, 0), (1, 0, 0), (1, 1, 0), (1, 1, 1), (0, 0, 0)):
         model.act, model.acts, model.more = functions[i], {"a": functions[j]}, [functions[k]]
         assert torch.allclose(fast(x), model(x))
+
+
+def test_the_level_of_a_logger_that_code_reads_is_guarded():
+    logger = logging.getLogger("mycel.tests.levels")
+    fast = mycel.jit(lambda x: x * 2 if logger.level == logging.DEBUG else x)
+    for level, factor in ((logging.DEBUG, 2), (logging.INFO, 1), (logging.DEBUG, 2)):
+        logger.setLevel(level)
+        assert torch.equal(fast(X), X * factor)

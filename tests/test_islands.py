@@ -390,3 +390,21 @@ def test_an_exception_that_a_value_raises_is_caught_where_the_code_catches_it():
     with pytest.warns(UserWarning, match="a value decides whether ValueError is raised, which is caught"):
         pair = beside(lambda: Catches().double(), sgd(), lambda i: (X * (-2) ** i + 0.3,), steps=4)
     agree(pair)
+
+
+class Remembered:
+    """An object that the captured code makes; what it computes, it keeps."""
+
+    def __init__(self, x):
+        self.x = x
+
+    def root(self):
+        if "kept" not in vars(self):
+            self.kept = self.x.sqrt()
+        return self.kept
+
+
+def test_what_an_object_of_the_code_keeps_is_that_of_each_call():
+    fast = mycel.jit(lambda x: mycel.island(Remembered(x.exp()).root)() * x)
+    for x in (X, X + 1):
+        assert torch.allclose(fast(x), x.exp().sqrt() * x)

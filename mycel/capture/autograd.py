@@ -159,15 +159,17 @@ def set_recorded(tracer: Tracer, x: torch.Tensor, asks: bool) -> None:
 
 def requires_grad(tracer: Tracer, x: torch.Tensor, of_arguments: bool = False) -> bool:
     """x.requires_grad: would torch record a gradient of it?  That follows from the tensors it is made of, those the
-    code reaches, which is guarded; an argument asks for none, unless told so."""
+    code reaches and arguments, which is guarded; where the caller takes the gradient, an argument asks for none, unless
+    told so."""
     with tracer:  # a view of what was written meanwhile is read by an equation
-        stack = [tracer.cell(x).read()]
+        start = tracer.cell(x).read()
+        stack = [start]
         leaves, frozen = {tracer.cell(leaf).read() for leaf in tracer.leaves}, unrecorded(tracer)
     inputs = dict(zip(tracer.inputs, (t for t, _ in tracer.lifted.values()), strict=False))
     reached = {v for v, _ in tracer.state}
     held: dict[int, torch.Tensor] = {}
     seen = set(frozen)
-    if stack[0] in leaves:
+    if start in leaves:
         return True
     while stack:
         v = stack.pop()
@@ -183,10 +185,20 @@ def requires_grad(tracer: Tracer, x: torch.Tensor, of_arguments: bool = False) -
             return tracer.grad_mode
         elif v in reached and type(tensor) is not Traced:
             held[id(tensor)] = tensor
+        elif v not in reached and _is_recorded_argument(tracer, v):
+            return tracer.grad_mode or v == start
     recorded = tracer.grad_mode and any(t.requires_grad for t in held.values())
     if held and [*held] not in [[*map(id, tensors)] for tensors, _ in tracer.recorded]:
         tracer.recorded.append(([*held.values()], recorded))
     return recorded
+
+
+def _is_recorded_argument(tracer: Tracer, v: Var) -> bool:
+    """Would torch record gradients of this argument, by what the caller gave?"""
+    source = tracer.sources.get(v)
+    if tracer.differentiated or source is None or type(source) is Traced:
+        return False
+    return tracer.recorded_arguments.setdefault(v, source.requires_grad)
 
 
 def _tracer_of(x: Traced) -> Tracer:

@@ -358,6 +358,10 @@ class _GuardWriter:
             self.parameter_hooks()
         if read := [k for k in self.c.state if k not in self.remembered]:
             self.guard(f"not {self.held(read)}({', '.join(self.values[k] for k in read)})")
+        for input_, recorded in self.c.recorded_arguments:
+            self.env["is_grad_enabled"] = torch.is_grad_enabled
+            self.guard(f"{self.values[input_]}.requires_grad is not {recorded}")
+            self.guard(f"is_grad_enabled() is not {self.c.grad_mode}")
         for input_, place in self.c.aliases:
             self.guard(f"{self.read(place)} is not {self.values[input_]}")
         self.values.update((v.name, "draw_key(DEVICE)") for v in self.c.program.inputs_of("key"))

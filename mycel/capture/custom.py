@@ -21,6 +21,7 @@ from mycel.capture.trace import Tracer
 from mycel.capture.tree import Tree, flatten
 from mycel.ir import Ref, Var, custom, is_float
 from mycel.ops import o
+from mycel.ops.rules import unbroadcast
 from mycel.ops.stack import zeros
 
 # forward(args) -> (result, saved tensors); backward(args, result, saved, cotangents) -> cotangents
@@ -102,12 +103,19 @@ def _cotangent(tracer: Tracer, x: Var, g: Any) -> Var:
     if g is None:
         return zeros(x.type)
     var = tracer.cell(g).read()
+    if _expands_to(x.shape, var.shape) and is_float(var.dtype):  # as torch's autograd: summed over what was expanded
+        var = unbroadcast(var, x)
     if var.type != x.type:
         raise refuse(
             f"a gradient function returned {var.type} for an argument of {x.type}",
             "a cotangent has the type of its argument",
         )
     return var
+
+
+def _expands_to(shape: Sequence[int], larger: Sequence[int]) -> bool:
+    lead = len(larger) - len(shape)
+    return lead >= 0 and all(n in (1, m) for n, m in zip(shape, larger[lead:], strict=True))
 
 
 # -- torch.autograd.Function
@@ -139,13 +147,12 @@ class Context:
 
 
 def _needs_gradient(tracer: Tracer, x: Any) -> bool:
-    """ctx.needs_input_grad of an argument.  The batch of a training step asks for none; any other argument may be what
-    the caller differentiates by."""
+    """ctx.needs_input_grad of an argument: what may be what the caller differentiates by asks for one, too."""
     if not isinstance(x, torch.Tensor) or not (x.is_floating_point() or x.is_complex()):
         return False
     if torch._C._functorch.is_functorch_wrapped_tensor(x):
         return True
-    return requires_grad(tracer, x, of_arguments=not tracer.is_step)
+    return requires_grad(tracer, x, of_arguments=tracer.by_arguments)
 
 
 def _backward_of(cls: type[torch.autograd.Function]) -> Any:

@@ -21,6 +21,7 @@ All else stays as it was traced.  Loops that write where a mask holds are in `ex
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -56,9 +57,15 @@ class Arm:
     tokens: torch.Tensor  # of all rows
     mlp: Mlp
     weight: Var | None  # None: 1
+    scale: float  # of the weights
     adds: bool  # to what is there; else it stands in its place
     source: str  # where its rows are picked
     branch: OpenBranch | None  # that it stands in
+
+    @property
+    def way(self) -> Any:
+        """What is the same for all arms of a layer."""
+        return self.mlp.kind, self.weight, self.scale, self.adds
 
 
 @dataclass(frozen=True)
@@ -343,15 +350,28 @@ class Loops:
         rows = self.plain(self.again(rows, values))
         if tokens is None or out.ndim != 2:
             return None
+        rows, last = self._unscaled(rows)
         product = self.of(rows, o.mul)
         for y, weight in [*((product.inputs, product.inputs[::-1]) if product is not None else ()), (rows, None)]:
-            mlp = mlp_of(self, y)
+            unscaled, first = self._unscaled(y)
+            mlp = mlp_of(self, unscaled)
             if mlp is None or (weight is not None and not isinstance(weight, Var)):
                 continue
             if weight is None or weight.type.numel == tokens.numel():
-                flat = self.flat(keep)
-                return Arm(out, before, flat, tokens.reshape(-1), mlp, weight, adds, chosen.source, branch)
+                flat, scale = self.flat(keep), first * last
+                return Arm(out, before, flat, tokens.reshape(-1), mlp, weight, scale, adds, chosen.source, branch)
         return None
+
+    def _unscaled(self, rows: Any) -> tuple[Any, float]:
+        """Rows without the products by numbers that are made of them last, and these numbers' product."""
+        scale = 1.0
+        while (product := self.of(rows, o.mul)) is not None:
+            numbers = [x for x in product.inputs if isinstance(x, (int, float))]
+            factors = [x for x in product.inputs if isinstance(x, Var)]
+            if not numbers or not factors:
+                break
+            scale, rows = scale * math.prod(numbers), self.plain(factors[0])
+        return rows, scale
 
     def flat(self, mask: Any) -> Any:
         """A mask without what only tells whether numbers are not zero."""
@@ -368,7 +388,7 @@ class Loops:
         reads = 2 if is_put and last.adds else 1  # y[token] += … reads y as well
         if len(chain) < 2 or any(uses[arm.out] != reads for arm in chain[:-1]):
             return False
-        if any((arm.mlp.kind, arm.weight, arm.adds) != (first.mlp.kind, first.weight, first.adds) for arm in chain):
+        if any(arm.way != first.way for arm in chain):
             return False
         tokens = last.out.shape[0]
         routed = self.routed(first, tokens, len(chain))
@@ -484,9 +504,10 @@ class Loops:
     def weights_of(self, arm: Arm, routed: Routed) -> Any:
         """By token and choice."""
         if arm.weight is None:
-            return o.full(1.0, shape=routed.shape, dtype=arm.mlp.x.dtype)
-        weights = self.all_weights(arm, routed)
-        return routed.in_order(arm.weight) if weights is None else shaped(weights, routed.shape)
+            return o.full(arm.scale, shape=routed.shape, dtype=arm.mlp.x.dtype)
+        picked = self.all_weights(arm, routed)
+        weights = routed.in_order(arm.weight) if picked is None else shaped(picked, routed.shape)
+        return weights if arm.scale == 1 else o.mul(weights, arm.scale)
 
     @contextlib.contextmanager
     def writing(self, place: Var) -> Iterator[None]:

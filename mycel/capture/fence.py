@@ -9,7 +9,10 @@ import site
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterator
 from types import CodeType, FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -17,7 +20,9 @@ import mycel
 from mycel.errors import CaptureError
 
 _OURS = tuple(os.path.dirname(os.path.abspath(m.__file__)) + os.sep for m in (torch, mycel) if m.__file__)
-_DISTRIBUTIONS = os.path.join(os.path.dirname(os.path.abspath(torch.__file__)), "distributions") + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__))
+# torch's own code that is rewritten where it decides on tensors
+_TORCH_DECIDES = (os.path.join(_TORCH, "distributions", ""), os.path.join(_TORCH, "optim", "swa_utils.py"))
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _PACKAGES = sorted({sysconfig.get_paths()["purelib"], *site.getsitepackages()}, key=len, reverse=True)
 
@@ -41,15 +46,57 @@ WHY_NOT: dict[CodeType, str] = {}  # functions of the user that could not be rew
 OPENED: set[CodeType] = set()  # functions of libraries that are rewritten as the user's are: they decide on tensors
 
 
-def _open_library() -> None:
-    """The functions of libraries that lead here (of torch's own, its distributions' alone) are rewritten from now
-    on."""
+OPENED_METHODS: WeakKeyDictionary[type, set[str]] = WeakKeyDictionary()  # … and what Python itself calls on the way
+REWRITTEN: dict[int, CodeType] = {}  # code that is rewritten, by id
+
+
+def _open_code() -> None:
+    """The functions of libraries that lead here (of torch's own, a few alone) are rewritten from now on,
+    and so are the properties, operators and other methods that Python called as they are."""
+    for frame in _captured_frames():
+        path = frame.f_code.co_filename
+        is_user = _is_user(frame.f_code)
+        if path.startswith(_TORCH_DECIDES) or (is_user and is_library(path)):
+            OPENED.add(frame.f_code)
+        if is_user and id(frame.f_code) not in REWRITTEN and frame.f_code not in WHY_NOT:
+            for kind, name in _methods(frame):
+                OPENED_METHODS.setdefault(kind, set()).add(name)
+
+
+def _captured_frames() -> list[FrameType]:
+    """The frames from here to the call that is captured."""
+    frames, end = [], 0
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        path = frame.f_code.co_filename
-        if path.startswith(_DISTRIBUTIONS) or (_is_user(frame.f_code) and is_library(path)):
-            OPENED.add(frame.f_code)
+        frames.append(frame)
+        end = len(frames) if frame.f_code.co_filename == _CAPTURE else end
         frame = frame.f_back
+    return frames[:end]
+
+
+_CAPTURE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "function.py")
+
+
+def _methods(frame: FrameType) -> Iterator[tuple[type, str]]:
+    """Where the code of a frame is a method or a property: the classes, and its name in each."""
+    code = frame.f_code
+    first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    for kind in type(first).__mro__ if first is not None else ():
+        for name, value in [*vars(kind).items()]:
+            if getattr(function_of(value), "__code__", None) is code:
+                yield kind, name
+
+
+def function_of(method: Any) -> Any:
+    """The function behind a method or a property of a class."""
+    if isinstance(method, property):
+        return method.fget
+    return method.func if isinstance(method, functools.cached_property) else method
+
+
+def opened() -> int:
+    """How much there is that is rewritten because of what it decides on."""
+    return len(OPENED) + sum(map(len, OPENED_METHODS.values()))
 
 
 def user_frame() -> FrameType | None:
@@ -139,7 +186,7 @@ def refuse_read(name: str, source: str = "", routed: bool = False) -> CaptureErr
     """Reading the value of a traced tensor, on the user's current line or that of an equation.  Where a library decides
     by it, it is captured once more, rewritten.  `routed`: in code that chooses experts, as it seems."""
     if name == "__bool__":
-        _open_library()
+        _open_code()
         hint = _decision_hint()
     else:
         hint = (

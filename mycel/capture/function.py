@@ -31,7 +31,7 @@ from mycel.capture.counters import (
 from mycel.capture.counters import MOST as MOST_CHANGES
 from mycel.capture.expert_loops import merged_loops
 from mycel.capture.facts import CHANGING, Facts
-from mycel.capture.fence import OPENED, refuse, refuse_read
+from mycel.capture.fence import opened, refuse, refuse_read
 from mycel.capture.hooks import hook_parameters
 from mycel.capture.island import ROOT, boundary, next_island, refusal
 from mycel.capture.kept_lists import KeptLists, refuse_additions
@@ -83,6 +83,8 @@ class Captured:
     facts: tuple[Facts, ...] = ()  # values of the inputs that decided what the program is
     aliases: tuple[tuple[str, Location], ...] = ()  # arguments (their inputs) that are also reached by other ways
     recorded: tuple[tuple[list[torch.Tensor], bool], ...] = ()  # does torch record gradients of these?
+    recorded_arguments: tuple[tuple[str, bool], ...] = ()  # … and of these arguments (their inputs)?
+    grad_mode: bool = True  # did the caller record gradients?
     islands: tuple[PythonCall, ...] = ()  # what the program runs as plain Python
     environment: tuple[tuple[str, str | None], ...] = ()  # variables of the process that must be what they were
     log_levels: tuple[tuple[logging.Logger, int | None, int], ...] = ()  # … and of loggers: level, is it enabled?
@@ -98,6 +100,7 @@ def capture(
     differentiated: bool = False,
     data: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
     strict: bool = False,
+    by_arguments: bool = False,
 ) -> Captured:
     """Run `fn` once on tensors without data; once more where libraries are to be rewritten, or a call is to stay
     Python.
@@ -108,6 +111,7 @@ def capture(
     differentiated  the caller takes the gradient, not torch: hooks on parameters become part of the program
     data            the arguments, where those to trace are without data: what decides (`facts.py`) is read there
     strict          what cannot be captured is refused, and does not become an island (`island.py`)
+    by_arguments    the gradient may be taken by any of the arguments
     """
     with CAPTURING, paused():
         islands = dict(TRACING[-1].islands) if TRACING else {}  # an inner capture leaves it to the outer to find more
@@ -119,12 +123,12 @@ def capture(
         counters = frozenset(slot for slot, n in CHANGES.items() if n > 1) if not TRACING else frozenset()
         lifts = not TRACING
         while True:
-            opened = len(OPENED)
+            before = opened()
             try:
                 given = data or (args, kwargs)
                 once = functools.partial(
                     _capture, fn, args, kwargs, apart, known or {}, differentiated, given, islands, selects, changing,
-                    counters if lifts else None, followed, strict,
+                    counters if lifts else None, followed, strict, by_arguments,
                 )  # fmt: skip
                 return _settled(once) if not TRACING else once()
             except CaptureError as e:
@@ -142,7 +146,7 @@ def capture(
                     changed.add(e.changes_at)
                     changing |= {e.changes_at}
                     continue
-                if len(OPENED) != opened:  # libraries that decide on tensors are rewritten now
+                if opened() != before:  # what decides on tensors is rewritten now
                     continue
             except Exception as e:
                 error = e
@@ -214,6 +218,7 @@ def _capture(
     counters: frozenset[Slot] | None,
     followed: frozenset[int],
     strict: bool,
+    by_arguments: bool,
 ) -> Captured:
     leaves: list[torch.Tensor] = []
     tree = flatten_arguments((args, kwargs), leaves)
@@ -234,7 +239,7 @@ def _capture(
     untouched = UntouchedObjects(places.unfollowed)
     try:
         with traced_by(tracer):
-            tracer.differentiated, tracer.is_step = differentiated, differentiated and not apart
+            tracer.differentiated, tracer.by_arguments = differentiated, by_arguments
             tracer.grad_mode = tracer.grad_mode or differentiated
             if differentiated:
                 hook_parameters(tracer, places.parameters())
@@ -317,6 +322,8 @@ def _capture(
         _facts(tracer, names, updates),
         tuple((names[v], p) for v in given for p in tracer.aliases.get(v.name, ()) if p.kind != "held"),
         tuple(tracer.recorded),
+        tuple((names[v], asks) for v, asks in tracer.recorded_arguments.items()),
+        tracer.grad_mode,
         tuple(tracer.python_calls),
         tuple(tracer.environment.items()),
         tuple((logger, level, answer) for (logger, level), answer in tracer.log_levels.items()),

@@ -66,7 +66,9 @@ def boundary(tracer: Tracer, keys: Sequence[Any], plain: Callable[..., Any], run
 
 
 def function_boundary(tracer: Tracer, fn: Any, run: Callable[..., Any]) -> Callable[..., Any]:
-    """A function or method that rewritten code calls."""
+    """A function or method that rewritten code calls, or a module whose class has a __call__ of its own."""
+    if isinstance(fn, torch.nn.Module) and run is not fn:
+        return boundary(tracer, module_keys(fn), fn, run)
     function = getattr(fn, "__func__", fn)
     if not isinstance(function, types.FunctionType) or isinstance(getattr(fn, "__self__", None), torch.Tensor):
         return run

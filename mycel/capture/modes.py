@@ -257,6 +257,19 @@ def _is_numbers(key: Any) -> bool:
     return isinstance(key, list) and bool(key) and all(isinstance(k, (bool, int)) or _is_numbers(k) for k in key)
 
 
+def _roll(mode: FunctionMode, func: Any, x: torch.Tensor, shifts: Any, dims: Any = ()) -> Any:
+    """torch.roll; by numbers that are not known, elements are taken from where they were."""
+    shifts, dims = (v if isinstance(v, (tuple, list)) else (v,) for v in (shifts, dims))
+    if not any(type(s) is Traced for s in shifts):
+        return mode.traced(func, (x, shifts, dims), {})
+    if not dims:
+        return _roll(mode, func, x.flatten(), shifts, 0).reshape(x.shape)
+    for shift, dim in zip(shifts, dims, strict=True):
+        size = x.shape[dim]
+        x = x.index_select(dim, (torch.arange(size, device=x.device) - shift) % size)
+    return x
+
+
 def _requires_grad(mode: FunctionMode, func: Any, x: torch.Tensor, requires_grad: bool = True) -> Any:
     if requires_grad and type(x) is Traced and torch._C._functorch.maybe_current_level() is None:
         as_leaf(mode.tracer, x)
@@ -314,7 +327,7 @@ _SETTERS: dict[Any, Callable[..., None]] = {
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tensor": _make_constant, "as_tensor": _make_constant, "from_numpy": _make_constant, "new_tensor": _new_tensor,
     "backward": _gradient, "grad": _gradient, "__getitem__": _get_item, "__setitem__": _set_item,
-    "register_hook": _register_hook, "requires_grad_": _requires_grad, "ctc_loss": _ctc_loss,
+    "register_hook": _register_hook, "requires_grad_": _requires_grad, "ctc_loss": _ctc_loss, "roll": _roll,
     "_pack_padded_sequence": _packed, "_pad_packed_sequence": _packed,
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
 }  # fmt: skip

@@ -65,9 +65,7 @@ def rebound_slots(tracer: Tracer, places: Reachable, counted: Mapping[Slot, Coun
                 values = [tracer.cell(x).read() for x in leaves]
                 copies = copied(tracer, leaves)
             tree = tree.with_numbers(iter([isinstance(x, Traced) and x.weak for x in leaves]))
-            if (box.kind == "variable" and not isinstance(box.slots, dict) and tree.kind != "number") or (
-                isinstance(box.slots, list) and len(box.slots) != len(box.old)
-            ):
+            if isinstance(box.slots, list) and len(box.slots) != len(box.old):
                 raise refuse(
                     f"a traced tensor was kept in {box.name}, which lives outside of the function",
                     "return it, or keep it in a buffer or an attribute of a module",

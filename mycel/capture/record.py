@@ -130,9 +130,10 @@ class Record(Builder):
         self.plain_selects: set[str] = set()  # lines that choose rows for which that did not work
         self.aliases: dict[str, list[Location]] = {}  # arguments that the code also reaches otherwise, and where
         self.differentiated = False  # is the gradient taken of what is captured, so that hooks on it are called?
-        self.is_step = False  # … that of a training step, which is never taken by its arguments?
+        self.by_arguments = False  # … is it taken by arguments?
         self.grad_mode = torch.is_grad_enabled()  # of the caller
         self.recorded: list[tuple[list[torch.Tensor], bool]] = []  # would torch record gradients of these?
+        self.recorded_arguments: dict[Var, bool] = {}  # … and of these?
         self.toggled: dict[int, tuple[torch.Tensor, bool]] = {}  # code set their requires_grad; what it was before
         self.frozen_tensors: dict[int, torch.Tensor] = {}  # … of these to False
         self.running = True  # a capture inside another may use the outer one's tensors while that is under way

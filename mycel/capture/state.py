@@ -21,8 +21,10 @@ import dis
 import enum
 import functools
 import gc
+import logging
 import sys
 import types
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +37,7 @@ from mycel.capture.unfollowed import is_plain_iterator, is_unfollowed, rewindabl
 CELL = "cell_contents"
 DEEPEST = 6  # containers in containers
 LONGEST = 4096  # entries of a container that are looked at
+DEEPEST_VISIT = 60  # functions and objects that lead to one another, on the stack at once
 MANY = 64  # entries of a container whose plain values are looked at
 
 
@@ -140,8 +143,21 @@ class Reachable:
         self._submodules: list[tuple[str, torch.nn.Module, dict[str, Any]]] = []  # what each module holds
         self._known_rewindables: dict[int, Any] = {}  # by id of the iterators they stand for
         self._seen: set[int] = set()
+        self._depth = 0  # of visits inside of one another
+        self._later: deque[tuple[str, Any, Guarded | None]] = deque()  # what is too deep for Python's stack
         for value in (fn, *statics):
             self._visit("", value, None)
+        while self._later:
+            self._visit(*self._later.popleft())
+        self._note_levels()
+
+    def _note_levels(self) -> None:
+        """The levels of loggers are plain values, where the code may read them."""
+        for link in [link for link in self.links if isinstance(link.value, logging.Logger)]:
+            for name in ("level", "disabled"):
+                if name in self.read_names:
+                    place = Location(_join(link.place.name, name), "attribute", vars(link.value), name, link)
+                    self.statics.append(Guarded(place, place.read()))
 
     def find(self, tensor: torch.Tensor) -> list[Location]:
         """Its places; a tensor found nowhere is held by reference."""
@@ -216,6 +232,14 @@ class Reachable:
     def _visit(self, name: str, value: Any, inside: Guarded | None) -> None:
         """An object that may lead to tensors: module, function, class, wrapper of those, or an instance of a user's
         class."""
+        if self._depth == DEEPEST_VISIT:
+            return self._later.append((name, value, inside))
+        self._depth += 1
+        self._open(name, value, inside)
+        self._depth -= 1
+
+    def _open(self, name: str, value: Any, inside: Guarded | None) -> None:
+        """All that is in it."""
         if isinstance(value, torch.nn.Module):
             return self._module(name, value, inside)
         if id(value) in self._seen:
@@ -325,6 +349,8 @@ class Reachable:
             self.unfollowed.append(held)
         elif isinstance(value, Iterator):
             self.iterators[id(value)] = value
+        elif isinstance(value, logging.Logger):
+            self.links.append(Guarded(place, value))
         elif _leads_on(value):
             self.links.append(Guarded(place, value))
             self._visit(name, value, self.links[-1])

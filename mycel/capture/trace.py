@@ -20,7 +20,7 @@ from mycel.capture.alias import Cell, view_cells
 from mycel.capture.chosen_places import present_values
 from mycel.capture.dynamic import FORMS, columns_of
 from mycel.capture.facts import GIVEN
-from mycel.capture.fence import here, refuse, refuse_dynamic, refuse_read
+from mycel.capture.fence import EXPERTS, here, refuse, refuse_dynamic, refuse_read
 from mycel.capture.record import LARGEST_CONCRETE, ModuleCall, Record, Traced
 from mycel.capture.rows import choose, counts_rows, places, put
 from mycel.capture.schema import Schema, schema_of
@@ -163,9 +163,20 @@ class Tracer(Record):
             yield
         except CaptureError as e:
             self.undo(before)
-            if _is_refused_by_torch(func, args, kwargs):
-                raise MisfitError(e.what, file=e.file, line=e.line, text=e.text, hint=e.hint) from e
-            raise
+            if not _is_refused_by_torch(func, args, kwargs):
+                raise
+            if len(self._masks_of(args)) > 1:  # torch has as many of one as of the other
+                hint = "one mask for all of them: token, place = torch.where(mask), then x[token] and w[token, place]"
+                raise refuse(
+                    "rows that one mask chose meet rows that another chose: that there are as many is not known",
+                    EXPERTS + hint if self.has_choices() else hint,
+                ) from e
+            raise MisfitError(e.what, file=e.file, line=e.line, text=e.text, hint=e.hint) from e
+
+    def _masks_of(self, args: Sequence[Any]) -> set[Var]:
+        """The masks that chose rows of these arguments."""
+        chosen = [self.rows.get(x.cell.read()) for x in tensors_in(args) if type(x) is Traced] if self.rows else []
+        return {rows.mask for rows in chosen if rows is not None}
 
     def _autocast(self) -> bool:
         """Under autocast torch itself must choose dtypes: functions go to the dispatch mode, after the casts."""

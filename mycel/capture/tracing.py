@@ -24,13 +24,13 @@ from mycel.capture.cumulative_norm import cumulative_forward
 from mycel.capture.custom import trace_function
 from mycel.capture.encoder import encoder_forward
 from mycel.capture.experts import as_one_operator
-from mycel.capture.fence import is_library, refuse
+from mycel.capture.fence import OPENED_METHODS, is_library, refuse
 from mycel.capture.hooks import ModuleHooks
 from mycel.capture.island import boundary, module_keys
 from mycel.capture.modes import DispatchMode, FunctionMode
 from mycel.capture.plain import suspended
 from mycel.capture.skipped_masks import skipped_masks
-from mycel.capture.syntax import rewritten_forward
+from mycel.capture.syntax import rewritten_forward, rewritten_method
 from mycel.capture.syntax.printing import traced_handle, traced_print, traced_warn
 from mycel.capture.trace import TRACING, Patch, Tracer, is_traced_here
 
@@ -75,6 +75,7 @@ def traced_by(tracer: Tracer) -> Iterator[None]:
         Patch(warnings, "warn", traced_warn),
         Patch(builtins, "print", traced_print),
         *skipped_masks(),
+        *(Patch(kind, name, rewritten_method(kind, name)) for kind, names in OPENED_METHODS.items() for name in names),
         *(Patch(kind, "__call__", _unprofiled(kind.__call__)) for kind in _SCRIPTED),
         *(Patch(torch, name, _no_seed(name)) for name in (() if tracer.is_strict else SEEDS)),
     ]

@@ -124,6 +124,7 @@ class Trial:
         self.differentiable = [i for i, x in enumerate(self.operands) if _is_differentiable(x)]
         self.written: frozenset[int] = frozenset()
         self.kept: list[tuple[Location, Tree]] = []  # slots that hold new tensors after the call
+        self.kept_before: list[Any] = []  # what was in these
         self.changes_python = self.draws = False
         self.out = Tree("static")
         self.types: list[Type] = []
@@ -294,6 +295,7 @@ class Trial:
         count = len(outs) - len(self.written)
         tensors = iter([tracer.wrap(v) for v in outs[:count]])
         value = self.out.unflatten(tensors)
+        self.kept_before = [_read(place) for place, _ in self.kept]
         for place, tree in self.kept:
             place.write(tree.unflatten(tensors))
         with tracer:
@@ -370,6 +372,9 @@ class Trial:
             with self._placed(operands, silent=again or silent):
                 leaves: list[torch.Tensor] = []
                 before = [_read(place) for place, _ in self.kept]
+                for (place, _), now, then in zip(self.kept, before, self.kept_before, strict=True):
+                    if _holds_traced(now):  # in an object that the captured code made: the call had not filled it
+                        _write(place, then)
                 try:
                     out = flatten(self._called(operands), leaves, objects=True)
                     if out != self.out:
@@ -479,6 +484,13 @@ def _records(value: Any) -> bool:
     leaves: list[torch.Tensor] = []
     flatten(value, leaves, objects=True)
     return any(x.requires_grad for x in leaves)
+
+
+def _holds_traced(value: Any) -> bool:
+    leaves: list[torch.Tensor] = []
+    if isinstance(value, torch.Tensor) or holds_tensors(value):
+        flatten(value, leaves, objects=True)
+    return any(type(x) is Traced for x in leaves)
 
 
 def _is_differentiable(x: torch.Tensor) -> bool:

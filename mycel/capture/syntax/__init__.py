@@ -3,6 +3,6 @@
 
 from mycel.capture.syntax.draws import drawn_state, refuse_draws
 from mycel.capture.syntax.runtime import call as rewritten
-from mycel.capture.syntax.runtime import each, enter, rewritten_forward
+from mycel.capture.syntax.runtime import each, enter, rewritten_forward, rewritten_method
 
-__all__ = ["drawn_state", "each", "enter", "refuse_draws", "rewritten", "rewritten_forward"]
+__all__ = ["drawn_state", "each", "enter", "refuse_draws", "rewritten", "rewritten_forward", "rewritten_method"]

@@ -3,8 +3,9 @@ file name and line numbers.
 
 The twin shares the original's globals and closure cells (the same objects, not copies), defaults and annotations.
 Functions of libraries (torch, transformers, the standard library: everything that is installed) are called as they are;
-where one of them decides by a tensor (of torch's own, its distributions alone), it and those that lead there are
-rewritten, and the code is captured once more.  A library's wrapper around a user's function (`@torch.no_grad()`) is
+where one of them decides by a tensor (of torch's own, its distributions and its averages of weights alone), it and
+those that lead there are rewritten, and the code is captured once more.  So are methods of the user's classes that
+Python itself calls (properties, operators).  A library's wrapper around a user's function (`@torch.no_grad()`) is
 called with the function's twin inside.
 """
 
@@ -18,16 +19,13 @@ import sys
 import types
 from typing import Any
 
-import torch
-
-from mycel.capture.fence import OPENED, WHY_NOT, is_library
+from mycel.capture.fence import OPENED, REWRITTEN, WHY_NOT, function_of, is_library
 from mycel.capture.syntax.rewrite import RUNTIME, rewrite, unfit
 
 _FUTURE = functools.reduce(
     lambda a, b: a | b, (getattr(__future__, n).compiler_flag for n in __future__.all_feature_names)
 )
 _TWINS: dict[int, tuple[types.CodeType, types.CodeType | None]] = {}  # by id of the code, which is kept alive here
-_DONE: dict[int, types.CodeType] = {}  # code that is rewritten already
 
 
 def twin(fn: Any, runtime: dict[str, Any]) -> Any:
@@ -41,7 +39,7 @@ def twin(fn: Any, runtime: dict[str, Any]) -> Any:
     if isinstance(fn, functools.partial):
         rewritten = twin(fn.func, runtime)
         return fn if rewritten is fn.func else functools.partial(rewritten, *fn.args, **fn.keywords)
-    if isinstance(fn, (types.BuiltinFunctionType, torch.nn.Module)):
+    if isinstance(fn, types.BuiltinFunctionType):
         return fn
     if isinstance(fn, type):
         return _constructor(fn, runtime)
@@ -49,6 +47,18 @@ def twin(fn: Any, runtime: dict[str, Any]) -> Any:
     if isinstance(method, types.FunctionType) and not _is_closed(method):
         return types.MethodType(_function(method, runtime), fn)
     return fn
+
+
+def method_twin(method: Any, runtime: dict[str, Any]) -> Any:
+    """A method or property of a class with its function rewritten."""
+    rewritten = twin(function_of(method), runtime)
+    if isinstance(method, property):
+        return property(rewritten, method.fset, method.fdel, method.__doc__)
+    if isinstance(method, functools.cached_property):
+        new = functools.cached_property(rewritten)
+        new.__set_name__(object, method.attrname or "")
+        return new
+    return rewritten
 
 
 def _is_closed(fn: types.FunctionType) -> bool:
@@ -74,7 +84,7 @@ def _construct(cls: type, init: types.FunctionType, *args: Any, **kwargs: Any) -
 
 def _function(fn: types.FunctionType, runtime: dict[str, Any]) -> types.FunctionType:
     code = fn.__code__
-    if id(code) in _DONE:
+    if id(code) in REWRITTEN:
         return fn
     if id(code) not in _TWINS:
         _TWINS[id(code)] = (code, _compile(fn))
@@ -143,7 +153,7 @@ def _inner(code: types.CodeType, name: str) -> types.CodeType:
 
 def _register(code: types.CodeType) -> None:
     """Functions written inside a rewritten one are rewritten with it; methods of classes inside are not."""
-    _DONE[id(code)] = code
+    REWRITTEN[id(code)] = code
     for const in code.co_consts:
         if isinstance(const, types.CodeType) and not _is_class_body(const):
             _register(const)

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 from mycel.capture.fence import is_library, refuse, refuse_read, user_frame
+from mycel.capture.nested import is_inside
 from mycel.capture.record import Traced
 from mycel.capture.trace import TRACING, Tracer, is_traced_here
 from mycel.capture.traced_text import PATTERN, TextOf
@@ -181,15 +182,17 @@ _plain_warn: Any = warnings.warn
 
 
 def traced_warn(message: Any, category: Any = None, stacklevel: int = 1, source: Any = None) -> None:
-    """warnings.warn: of text of traced tensors when the program runs; of all else now."""
+    """warnings.warn: of text of traced tensors, or in a branch or a loop, when the program runs; of all else now."""
     values: list[TextOf] = []
     parts = pieces_of(TRACING[-1], message, values) if is_traced_here() else []
-    if not values:
+    if not values and (not is_traced_here() or not is_inside() or TRACING[-1].says_now):
         return _plain_warn(message, category, stacklevel + 1, source)
     tracer, frame = TRACING[-1], _caller(stacklevel)
     kind = type(message) if isinstance(message, Warning) else category or UserWarning
     name = f"{kind.__module__}:{kind.__qualname__}"
     if frame is None or source is not None or _resolved(name) is not kind:
+        if not values:
+            return _plain_warn(message, category, stacklevel + 1, source)
         raise refuse_read("__format__")
     tracer.here()
     with tracer:

@@ -45,7 +45,7 @@ from mycel.capture.syntax.list_places import (
     subscripted,  # noqa: F401  rewritten code calls it
 )
 from mycel.capture.syntax.lists import LISTS, each_apart, extreme, some, vary
-from mycel.capture.syntax.load import twin
+from mycel.capture.syntax.load import method_twin, twin
 from mycel.capture.syntax.printing import traced_print, traced_warn, traced_write
 from mycel.capture.syntax.rewrite import RUNTIME
 from mycel.capture.syntax.texts import (
@@ -706,6 +706,11 @@ def enter(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             text=(at.line or "").strip(),
             hint=(f"a value for {name} before the if or the loop that defines it"),
         ) from e
+
+
+def rewritten_method(kind: type, name: str) -> Any:
+    """A method or property of a class, rewritten: for those that Python itself calls."""
+    return method_twin(vars(kind)[name], _GIVEN)
 
 
 @contextlib.contextmanager
