@@ -30,6 +30,7 @@ from mycel.step import Step, train_step
 from mycel.train import models
 from mycel.train.assemble import adapt, make_optimizer
 from mycel.train.config import Config, PlannedConfig, load
+from mycel.train.tasks import head_of
 
 Say = Callable[[str], None]
 
@@ -41,7 +42,8 @@ STEP_SETTINGS = (
 def question(config: Config, cluster: Cluster, say: Say = lambda text: None) -> Search:
     """Plans for the step of a configuration."""
     train, data = config.train, config.data
-    outline = models.outline_of(config.model.path, config.model.config, getattr(torch, config.model.dtype))
+    dtype = getattr(torch, config.model.dtype)
+    outline = models.outline_of(config.model.path, config.model.config, dtype, head_of(config))
     adapt(config, outline.module)
     rows = train.batch * train.accumulate
     names = ("input_ids", "labels") if data.pack else ("input_ids", "labels", "attention_mask")
