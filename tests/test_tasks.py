@@ -19,12 +19,15 @@ from typer.testing import CliRunner
 import mycel
 from mycel.cli import app
 from mycel.errors import TrainError
+from mycel.plan.cluster import Cluster
 from mycel.train import assemble, labelled, metrics
 from mycel.train.documents import FIELDS
 from mycel.train.labelled import dpo_loss
 from mycel.train.loop import train
 from mycel.train.models import Head, build
+from mycel.train.planner import question
 from mycel.train.progress import Progress
+from mycel.train.tasks import batch_outline
 from mycel.train.tokenize import Bytes
 from mycel.train.waiting import Waiting
 
@@ -209,6 +212,20 @@ def test_what_does_not_fit_a_task_is_refused(files, disk):
             assemble.assemble(of_task(files, disk, *case), Waiting(Progress(Console(quiet=True), 1)))
         messages.append(f"{name}\n{str(error.value).replace(str(files), 'FOLDER')}")
     golden("refused_tasks", "\n\n".join(messages))
+
+
+@pytest.mark.parametrize("name", [*CASES, "text"])
+def test_plans_are_for_the_batch_that_a_run_has(files, disk, name):
+    """`mycel plan` reads no data, and knows what a batch of a task will be."""
+    case = CASES.get(name, ("auto", "texts.jsonl", LLAMA))
+    given = of_task(files, disk, *case)
+    parts = assemble.assemble(given, Waiting(Progress(Console(quiet=True), 1)))
+    batch = parts.data.train.batch(range(3))
+    outline = batch_outline(given, parts.module, 3)
+    assert {k: (x.shape, str(x.dtype)) for k, x in batch.items()} == {
+        k: (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for k, x in outline.items()
+    }
+    assert question(given, Cluster.read("h100x1")).run().best is not None
 
 
 def test_a_loss_that_is_given_the_model():

@@ -110,6 +110,25 @@ def name_classes(names: Sequence[str], *configs: Any) -> None:
         config.label2id = {name: i for i, name in enumerate(names)}
 
 
+def batch_outline(config: settings.Config, module: Any, rows: int) -> dict[str, torch.Tensor]:
+    """A batch as a run would have it, without data."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty((rows, *shape), dtype=dtype, device="meta")
+
+    task, length = config.train.task, config.data.length
+    if task == "classify" and "pixel_values" in inspect.signature(module.forward).parameters:
+        size = image_settings(config.model.path, module.config)["size"]
+        return {"pixel_values": empty(3, size, size, dtype=torch.float32), "labels": empty()}
+    if task == "classify":
+        return {"input_ids": empty(length), "attention_mask": empty(length), "labels": empty()}
+    if task in LABELLED_TASKS:
+        reference = {"reference": empty(2, dtype=torch.float32)} if task == "dpo" else {}
+        return {name: empty(2, length) for name in ("input_ids", "labels", "attention_mask")} | reference
+    names = ("input_ids", "labels") if config.data.pack else ("input_ids", "labels", "attention_mask")
+    return {name: empty(length) for name in names}
+
+
 def with_reference(data: Data, step: Step, rows: int) -> Data:
     """The pairs with their log-likelihoods under the model as it is now, before the first step: every start of the run
     computes them anew, from the weights it begins with."""
