@@ -229,7 +229,10 @@ def _set_head(settings: Any, head: Head) -> tuple[Any, int]:
     named = next((kind for n in settings.architectures or () if (kind := getattr(transformers, n, None))), None)
     tells_classes = named is not None and named.__name__.endswith("Classification")
     if head.task in ("classify", "reward") and not tells_classes:
-        maps = (transformers.AutoModelForSequenceClassification, transformers.AutoModelForImageClassification)
+        maps: tuple[Any, ...] = (
+            transformers.AutoModelForSequenceClassification,
+            transformers.AutoModelForImageClassification,
+        )
         kinds = [kind for each in maps if (kind := each._model_mapping.get(type(settings), None)) is not None]
         if kinds:
             settings.architectures = [kinds[0].__name__]
