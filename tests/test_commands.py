@@ -227,6 +227,15 @@ def test_a_model_that_writes_no_text_says_so_and_not_that_it_lacks_a_tokenizer(i
     )
 
 
+def test_a_language_model_is_not_evaluated_on_images(run, image_run):
+    result = mycel("evaluate", run, "--data", image_run.parent / "images")
+    image = image_run.parent / "images" / "cat" / "0.png"
+    assert result.stderr.endswith(
+        f"error: the data is images, and LlamaForCausalLM takes no image\n  at        {image}\n"
+        "  try       text, or a model of images\n"
+    )
+
+
 def test_a_run_is_overwritten_with_what_was_exported_of_it(disk, run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     for form in ("hf", "safetensors", "program"):

@@ -48,6 +48,7 @@ def evaluate(
 
 def _language_score(given: TrainedModel, data: Sequence[str], length: int | None, device: Any) -> score.Score:
     """Of a language model: by text, choices, or pairs, as the data has them."""
+    refuse_images(data, type(given.module).__name__, "text, or a model of images")
     own = given.config.data if given.config is not None else DataConfig()
     room = getattr(_text_config(given), "max_position_embeddings", None)
     width = length or (own.length if given.config is not None else min(room or 1024, 1024))

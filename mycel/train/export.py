@@ -70,7 +70,8 @@ def export(
             with quietly(), lora.merged(module):
                 _save(module, partial, config, max_shard)
         _write_tokenizer(tokenizer_folder, partial, config)
-        _write_image_settings(module, partial, config, source)
+        if (partial / "config.json").is_file():
+            _write_image_settings(module, partial, config, source)
         _replace(folder, partial, old)
     except Exception as error:
         from safetensors import SafetensorError
