@@ -341,7 +341,8 @@ def export(
     """A checkpoint of a run as a model of its own, whichever plan it was trained under.
 
     hf is a folder that transformers loads, with its tokenizer; safetensors the weights alone; onnx a file from tokens
-    to logits, checked by onnxruntime where it is installed; program the captured forward pass beside its weights.
+    or pixels to logits, checked by onnxruntime where it is installed; program the captured forward pass beside its
+    weights.
 
     \b
     Examples:

@@ -23,12 +23,17 @@ from typer.testing import CliRunner
 
 from mycel import Program
 from mycel.cli import app
+from mycel.errors import TrainError
 from mycel.run.checkpoint import best, latest, load
+from mycel.train import labelled
 from mycel.train.generate import Sampling, pieces, stream
 from mycel.train.loop import train
+from mycel.train.onnx_file import InputsToLogits, example_inputs, write_onnx
 from mycel.train.sample import draw
 from mycel.train.score import log_likelihoods
+from mycel.train.tasks import image_settings
 from mycel.train.tokenize import Bytes
+from mycel.train.trained import trained
 
 disk = training.disk  # a fixture
 
@@ -138,6 +143,75 @@ def image_run(disk, tmp_path_factory):
     return path / "run"
 
 
+def test_a_model_of_images_is_exported_with_what_its_pixels_are(image_run, tmp_path):
+    """transformers' own processor makes of an image what the model has learnt from."""
+    assert mycel("export", image_run, "--out", tmp_path / "model").exit_code == 0
+    held = labelled.examples(
+        "classify", image_run.parent / "images", "auto", {}, None, 1, 0, image_settings(None, of_config(image_run))
+    )
+    processor = hf.AutoImageProcessor.from_pretrained(tmp_path / "model")
+    pixels = processor(images=[Image.open(file) for file in held.files], return_tensors="np")["pixel_values"]
+    assert abs(pixels - held.batch(range(8))["pixel_values"]).max() < 1e-6
+
+
+def of_config(run: Path):
+    return trained(run).model.config
+
+
+TINY = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 32}
+T5 = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
+WRITTEN = {  # the inputs of a file, and how many numbers a text or image has in the end
+    "causal": (lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**TINY)), ["input_ids"]),
+    "classes": (
+        lambda: hf.BertForSequenceClassification(hf.BertConfig(**TINY, num_labels=3)), ["input_ids", "attention_mask"]
+    ),
+    "reward": (
+        lambda: hf.LlamaForSequenceClassification(hf.LlamaConfig(**TINY, num_labels=1, pad_token_id=0)),
+        ["input_ids", "attention_mask"],
+    ),
+    "images": (
+        lambda: hf.ViTForImageClassification(hf.ViTConfig(**TINY, image_size=8, patch_size=4)), ["pixel_values"]
+    ),
+    "two texts": (
+        lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5)), ["input_ids", "attention_mask", "decoder_input_ids"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_inputs_of_an_onnx_file(name):
+    """What the model takes; where it has a mask, the logits of a text are those without its padding."""
+    module, names = WRITTEN[name][0]().eval(), WRITTEN[name][1]
+    inputs = example_inputs(module, 3, 11, 8)
+    assert [*inputs] == names
+    wrapped = InputsToLogits(module, inputs)
+    logits = wrapped(*inputs.values())
+    assert len(logits) == 3
+    if name in ("classes", "reward"):
+        short = wrapped(*(x[:1, :5] for x in inputs.values()))
+        torch.testing.assert_close(short, logits[:1])
+
+
+def test_an_onnx_file_of_sound_is_refused():
+    sizes = {key: TINY[key] for key in TINY if key != "vocab_size"}
+    model = hf.ASTForAudioClassification(hf.ASTConfig(**sizes, max_length=32, num_mel_bins=32))
+    with pytest.raises(TrainError, match="of models of text and of images: ASTForAudioClassification takes input_valu"):
+        example_inputs(model, 2, 7, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["classes", "reward", "images"])
+def test_an_onnx_file_of_a_classifier_gives_its_logits(name, tmp_path):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    model, said = WRITTEN[name][0]().eval(), []
+    write_onnx(model, tmp_path / "model.onnx", said.append, image_size=8)
+    assert len(said) == 1 and said[0].startswith("checked with onnxruntime"), said
+    session, inputs = runtime.InferenceSession(str(tmp_path / "model.onnx")), example_inputs(model, 5, 9, 8)
+    got = session.run(["logits"], {key: x.numpy() for key, x in inputs.items()})[0]
+    torch.testing.assert_close(torch.from_numpy(got), model(**inputs).logits.detach(), rtol=1e-4, atol=1e-5)
+
+
 def test_a_model_of_images_is_exported_as_a_program_too(image_run, tmp_path):
     result = mycel("export", image_run, "--to", "program", "--out", tmp_path / "program")
     assert result.exit_code == 0, result.output
@@ -151,8 +225,15 @@ def test_a_model_that_writes_no_text_says_so_and_not_that_it_lacks_a_tokenizer(i
     assert generated.stderr == (
         f"{what}  at        the model\n  try       mycel evaluate, or a model that writes text\n"
     )
-    exported = mycel("export", image_run, "--to", "onnx")
-    assert exported.stderr.endswith(f"{what}  at        --to onnx\n  try       --to hf, safetensors or program\n")
+
+
+def test_a_language_model_is_not_evaluated_on_images(run, image_run):
+    result = mycel("evaluate", run, "--data", image_run.parent / "images")
+    image = image_run.parent / "images" / "cat" / "0.png"
+    assert result.stderr.endswith(
+        f"error: the data is images, and LlamaForCausalLM takes no image\n  at        {image}\n"
+        "  try       text, or a model of images\n"
+    )
 
 
 def test_a_run_is_overwritten_with_what_was_exported_of_it(disk, run, tmp_path):

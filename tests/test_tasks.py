@@ -19,11 +19,15 @@ from typer.testing import CliRunner
 import mycel
 from mycel.cli import app
 from mycel.errors import TrainError
+from mycel.plan.cluster import Cluster
 from mycel.train import assemble, labelled, metrics
 from mycel.train.documents import FIELDS
 from mycel.train.labelled import dpo_loss
 from mycel.train.loop import train
+from mycel.train.models import Head, build
+from mycel.train.planner import question
 from mycel.train.progress import Progress
+from mycel.train.tasks import batch_outline
 from mycel.train.tokenize import Bytes
 from mycel.train.waiting import Waiting
 
@@ -185,16 +189,20 @@ def test_pairs_may_be_chats(tmp_path):
 
 
 REFUSED = {
-    "a language model for classes": ("classify", "texts.jsonl", LLAMA),
+    "a family without classifiers": (
+        "classify", "texts.jsonl", {"model_type": "mamba", "hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 258}
+    ),
     "a language model for images": ("classify", "images", LLAMA),
     "a classifier of texts for images": ("classify", "images", {**CLASSIFIER, "num_labels": 2}),
     "a classifier for dpo": ("dpo", "pairs.jsonl", {**CLASSIFIER, "num_labels": 1}),
     "other labels": ("classify", "texts.jsonl", {**CLASSIFIER, "num_labels": 3}),
     "no pairs": ("reward", "texts.jsonl", {**CLASSIFIER, "num_labels": 1}),
-    "no padding": ("reward", "pairs.jsonl", {**CLASSIFIER, "num_labels": 1, "pad_token_id": None}),
+    "no padding": (
+        "reward", "pairs.jsonl", {**CLASSIFIER, "num_labels": 1, "pad_token_id": None, "eos_token_id": None}
+    ),
     "no folders of classes": ("classify", "pairs.jsonl", VIT),
     "a classifier without a task": ("auto", "texts.jsonl", {**CLASSIFIER, "num_labels": 2}),
-}
+}  # fmt: skip
 
 
 def test_what_does_not_fit_a_task_is_refused(files, disk):
@@ -204,6 +212,20 @@ def test_what_does_not_fit_a_task_is_refused(files, disk):
             assemble.assemble(of_task(files, disk, *case), Waiting(Progress(Console(quiet=True), 1)))
         messages.append(f"{name}\n{str(error.value).replace(str(files), 'FOLDER')}")
     golden("refused_tasks", "\n\n".join(messages))
+
+
+@pytest.mark.parametrize("name", [*CASES, "text"])
+def test_plans_are_for_the_batch_that_a_run_has(files, disk, name):
+    """`mycel plan` reads no data, and knows what a batch of a task will be."""
+    case = CASES.get(name, ("auto", "texts.jsonl", LLAMA))
+    given = of_task(files, disk, *case)
+    parts = assemble.assemble(given, Waiting(Progress(Console(quiet=True), 1)))
+    batch = parts.data.train.batch(range(3))
+    outline = batch_outline(given, parts.module, 3)
+    assert {k: (x.shape, str(x.dtype)) for k, x in batch.items()} == {
+        k: (tuple(x.shape), str(x.dtype).removeprefix("torch.")) for k, x in outline.items()
+    }
+    assert question(given, Cluster.read("h100x1")).run().best is not None
 
 
 def test_a_loss_that_is_given_the_model():
@@ -226,3 +248,153 @@ def test_a_loss_that_is_given_the_model():
         loss, outputs = step(a, b)
         torch.testing.assert_close((loss, outputs["size"]), (wanted.detach(), more["size"].detach()))
     torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()))
+
+
+# -- what classes are called
+
+
+def saved_table(path, rows, names):
+    """A table as `datasets` writes it: numbers, and what they are called."""
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import ipc, parquet
+
+    features = {"text": {"dtype": "string", "_type": "Value"}, "label": {"names": names, "_type": "ClassLabel"}}
+    said = json.dumps({"info": {"features": features}}).encode()
+    table = pa.Table.from_pylist(rows).replace_schema_metadata({b"huggingface": said})
+    if path.suffix == ".parquet":
+        parquet.write_table(table, path)
+        return path
+    path.mkdir()
+    with ipc.new_stream(str(path / "data-00000-of-00001.arrow"), table.schema) as file:
+        file.write_table(table)
+    (path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    return path
+
+
+NUMBERED = [{"text": f"{x['text']}{i}", "label": int(x["label"] == "yes")} for i, x in enumerate(TEXTS)]
+
+
+def classes_of(data, known=None, only=True, fields=FIELDS):
+    given = labelled.examples("classify", data, "auto", {**FIELDS, **fields}, Bytes(), 8, 0, None, known, only)
+    return given.classes, given.arrays["labels"].tolist()
+
+
+@pytest.mark.parametrize("name", ["saved", "table.parquet"])
+def test_classes_are_called_as_a_saved_dataset_calls_them(tmp_path, name):
+    """In the dataset's order, and with all its classes, though none of the examples is in some."""
+    names, numbers = ["z: not", "a: is", "unused"], [row["label"] for row in NUMBERED]
+    data = saved_table(tmp_path / name, NUMBERED, names)
+    assert classes_of(data) == (tuple(names), numbers)
+    assert classes_of(data, names[1::-1]) == (tuple(names[1::-1]), [1 - x for x in numbers])
+
+
+def test_labels_are_names_or_numbers_of_the_models_classes(tmp_path):
+    (tmp_path / "names.jsonl").write_text("\n".join(map(json.dumps, TEXTS)))
+    (tmp_path / "numbers.jsonl").write_text("\n".join(map(json.dumps, NUMBERED)))
+    names = [int(x["label"] == "no") for x in TEXTS]
+    assert classes_of(tmp_path / "names.jsonl", ["yes", "no"]) == (("yes", "no"), names)
+    assert classes_of(tmp_path / "numbers.jsonl", ["no", "yes"]) == (("no", "yes"), [1 - x for x in names])
+    assert classes_of(tmp_path / "names.jsonl", ["cat", "dog"], only=False)[0] == ("no", "yes"), "it is trained anew"
+    with pytest.raises(
+        TrainError, match=r"the label 'yes' is none of the classes: cat, dog\n  at        /.*names.jsonl"
+    ):
+        classes_of(tmp_path / "names.jsonl", ["cat", "dog"])
+
+
+def test_a_run_exports_what_its_classes_are_called(files, disk):
+    """Names of a saved dataset, at the end of the run and from a checkpoint; validation need not have every class."""
+    data = saved_table(files / "saved", NUMBERED, ["spam", "ham"])
+    (files / "held.jsonl").write_text('{"text": "spam", "label": "spam"}\n{"text": "spam spam", "label": "spam"}')
+    chosen = of_task(files, disk, "classify", "saved", {**CLASSIFIER, "num_labels": 2})
+    kept = chosen.data.model_copy(update={"validation": str(files / "held.jsonl")})
+    assert train(chosen.model_copy(update={"data": kept, "export": True})) == 0
+    assert CliRunner().invoke(app, ["export", str(chosen.run)]).exit_code == 0
+    for folder in ("model", "exported"):
+        assert hf.AutoConfig.from_pretrained(chosen.run / folder).id2label == {0: "spam", 1: "ham"}, folder
+    for where in (chosen.run, chosen.run / "model"):
+        result = CliRunner().invoke(app, ["evaluate", str(where), "--data", str(data), "--json"])
+        assert result.exit_code == 0 and json.loads(result.stdout)["examples"] == 30, result.output
+
+
+def test_fields_of_examples_may_be_called_otherwise(tmp_path):
+    rows = [{"review": x["text"], "sentiment": x["label"]} for x in TEXTS]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    named = {"text": "review", "label": "sentiment"}
+    assert classes_of(tmp_path / "a.jsonl", fields=named)[0] == ("no", "yes")
+    with pytest.raises(TrainError, match=r"no field 'label'; .*\n.*\n  try       data.fields.label=sentiment, or"):
+        classes_of(tmp_path / "a.jsonl", fields={"text": "review"})
+
+
+def test_examples_that_repeat_say_why_none_is_kept_for_validation(files, disk):
+    rows = [{"text": "spam" if i % 2 else "ham", "label": i % 2} for i in range(30)]
+    (files / "twice.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    case = of_task(files, disk, "classify", "twice.jsonl", {**CLASSIFIER, "num_labels": 2})
+    with pytest.raises(TrainError, match=r"8 of 30 examples cannot be kept .*: 2 are different, each there 15 to 15"):
+        assemble.assemble(case, Waiting(Progress(Console(quiet=True), 1)))
+
+
+# -- layers that a task needs and a folder does not have
+
+BERT = {
+    "model_type": "bert", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "vocab_size": 258, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def folder_of(path, config, **more):
+    """A model of its own, as others publish them."""
+    module = build(None, {**config, **more}, seed=5).module
+    module.save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("config", "head", "fresh"),
+    [
+        ({**LLAMA, "pad_token_id": 0}, Head("reward"), {"score.weight"}),
+        (BERT, Head("classify", 3), {"bert.pooler.dense.weight", "bert.pooler.dense.bias", "classifier.weight",
+                                     "classifier.bias"}),
+        ({**CLASSIFIER, "num_labels": 2}, Head("classify", 3), {"score.weight"}),
+    ],
+)  # fmt: skip
+def test_layers_for_a_task_are_fresh_and_all_others_are_the_folders(tmp_path, config, head, fresh):
+    folder = folder_of(tmp_path / "in", config)
+    one, same, other = (build(folder, None, head=head, seed=seed) for seed in (1, 1, 2))
+    assert one.module.config.num_labels == (head.labels or 1) and type(one.module).__name__.endswith("Classification")
+    stored = dict(build(folder, None).module.named_parameters())
+    for name, x in one.module.named_parameters():
+        assert torch.equal(x, same.module.get_parameter(name)), "the seed decides"
+        if name in fresh:
+            assert torch.equal(x, other.module.get_parameter(name)) == name.endswith("bias")
+        else:
+            assert torch.equal(x, stored[name]), name
+    assert f"fresh layers for {type(one.module).__name__}, by the seed: " in one.notes[0]
+    assert all(name in one.notes[0] for name in fresh)
+    half = build(folder, None, head=head, seed=1, dtype=torch.bfloat16).module
+    assert all(torch.equal(half.get_parameter(name), one.module.get_parameter(name).bfloat16()) for name in fresh)
+
+
+def test_layers_that_the_folder_should_have_are_not_made_up(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = folder_of(tmp_path / "in", {**LLAMA, "pad_token_id": 0})
+    weights = load_file(folder / "model.safetensors")
+    save_file({n: x for n, x in weights.items() if "q_proj" not in n}, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(TrainError, match=r"1 weights of LlamaForSequenceClassification are not in the files: .*q_proj"):
+        build(folder, None, head=Head("reward"))
+
+
+def test_a_published_language_model_becomes_a_classifier(files, disk):
+    """Without a word about its layers or its padding; from its checkpoint it is exported as what it has become."""
+    folder_of(files / "llama", {**LLAMA, "attention_dropout": 0.0})
+    given = of_task(files, disk, "classify", "texts.jsonl", LLAMA)
+    published = given.model.model_copy(update={"path": files / "llama", "config": None})
+    chosen = given.model_copy(update={"model": published})
+    assert train(chosen) == 0
+    assert CliRunner().invoke(app, ["export", str(chosen.run)]).exit_code == 0
+    model = hf.AutoModelForSequenceClassification.from_pretrained(chosen.run / "exported")
+    assert model.config.id2label == {0: "no", 1: "yes"} and model.config.architectures == [type(model).__name__]
+    assert model.config.pad_token_id == LLAMA["eos_token_id"]
+    command = ["--data", str(files / "texts.jsonl"), "--length", "16", "--json"]
+    scores = [CliRunner().invoke(app, ["evaluate", str(chosen.run / name), *command]) for name in ("", "exported")]
+    assert scores[0].exit_code == 0 and scores[0].stdout == scores[1].stdout, scores[0].output

@@ -136,6 +136,14 @@ def test_the_best_is_exported_where_the_last_weights_broke(disk, tmp_path, monke
     assert all(x.isfinite().all() for x in model.state_dict().values())
 
 
+@pytest.mark.parametrize(("every", "words"), [(4, "(step 4)"), (0, "(step 4, not saved)")])
+def test_a_best_step_that_was_not_saved_says_so(disk, tmp_path, capsys, every, words):
+    """So that the model of the best checkpoint is not taken for that of the best step."""
+    climbing = {"options": {"maximize": True}}
+    assert train(config(disk, tmp_path / "run", optimizer=climbing, checkpoint={"every": every, "keep": 9})) == 0
+    assert f" at best {words}" in " ".join(capsys.readouterr().out.split())
+
+
 def test_without_its_best_checkpoint_a_run_exports_the_last(disk, tmp_path, monkeypatch, capsys):
     from mycel.errors import CheckpointError
     from mycel.train import state

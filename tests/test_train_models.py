@@ -149,6 +149,14 @@ def test_shapes_that_do_not_fit_are_listed(name, tmp_path):
         )
 
 
+def test_a_model_without_a_loss_of_its_own_name_has_that_of_transformers():
+    """It would be told at the first step that `loss_type=None` is unrecognised."""
+    from transformers.loss.loss_utils import LOSS_MAPPING
+
+    module = build(None, {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 16}).module
+    assert module.loss_type in LOSS_MAPPING and module.loss_function is LOSS_MAPPING["ForCausalLM"]
+
+
 def test_missing_weights_are_named(tmp_path):
     saved(tmp_path)
     state = load_file(tmp_path / "model.safetensors")

@@ -33,7 +33,7 @@ from mycel.train.order import Order
 from mycel.train.rank_batch import outline, rank_batch
 from mycel.train.ranks import Team
 from mycel.train.stream import Stream, StreamOrder, streamed
-from mycel.train.tasks import LABELLED_TASKS, task_data, task_loss, with_reference
+from mycel.train.tasks import LABELLED_TASKS, head_of, task_data, task_loss, with_reference
 from mycel.train.tokenize import VOCABULARIES, Tokenizer, load_tokenizer
 from mycel.train.waiting import Waiting
 from mycel.train.weights import one_line
@@ -129,6 +129,7 @@ def assemble(config: settings.Config, waiting: Waiting, team: Team | None = None
         device=device,
         seed=config.train.seed,
         cuts=cuts,
+        head=head_of(config),
     )
     notes = [*model.notes]
     if data is None:
@@ -186,7 +187,8 @@ def _cuts(
     data; of tasks whose batches are made with the model, a rank makes all of it and lets go of what others hold."""
     if team.processes is None or team.plan is None:
         return {}, None
-    without_data = models.outline_of(config.model.path, config.model.config, getattr(torch, config.model.dtype))
+    dtype = getattr(torch, config.model.dtype)
+    without_data = models.outline_of(config.model.path, config.model.config, dtype, head_of(config))
     adapt(config, without_data.module)
     owners: dict[str, tuple[int, ...]] = {}
     several = team.plan.is_pipeline or bool(team.plan.place)

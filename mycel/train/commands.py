@@ -24,7 +24,7 @@ from mycel.train.export import export
 from mycel.train.labelled import examples, refuse_images
 from mycel.train.onnx_file import write_onnx
 from mycel.train.run_folders import is_run, no_run
-from mycel.train.tasks import image_settings
+from mycel.train.tasks import class_names, image_settings
 from mycel.train.trained import TrainedModel, model_at_start, trained
 
 Say = Callable[[str], None]
@@ -48,6 +48,7 @@ def evaluate(
 
 def _language_score(given: TrainedModel, data: Sequence[str], length: int | None, device: Any) -> score.Score:
     """Of a language model: by text, choices, or pairs, as the data has them."""
+    refuse_images(data, type(given.module).__name__, "text, or a model of images")
     own = given.config.data if given.config is not None else DataConfig()
     room = getattr(_text_config(given), "max_position_embeddings", None)
     width = length or (own.length if given.config is not None else min(room or 1024, 1024))
@@ -71,13 +72,11 @@ def _classifier_score(given: TrainedModel, where: Path, data: Sequence[str], len
     width = length or (given.config.data if given.config is not None else DataConfig()).length
     if "pixel_values" in inspect.signature(module.forward).parameters:
         image = image_settings(given.config.model.path if given.config is not None else where, module.config)
-        return score.example_score(
-            module, _examples(given, "classify", data, width, image, _class_names(module, where))
-        )
+        return score.example_score(module, _examples(given, "classify", data, width, image, class_names(module.config)))
     refuse_images(data, type(module).__name__, "texts with their labels, or a model of images")
     if module.config.num_labels == 1:
         return score.reward_score(module, _examples(given, "reward", data, width))
-    return score.example_score(module, _examples(given, "classify", data, width, None, _class_names(module, where)))
+    return score.example_score(module, _examples(given, "classify", data, width, None, class_names(module.config)))
 
 
 def _examples(
@@ -92,16 +91,6 @@ def _examples(
         given.tokenizer if image is not None else given.needs_tokenizer(), length,
         getattr(module.config, "pad_token_id", None) or 0, image, classes,
     )  # fmt: skip
-
-
-def _class_names(module: Any, where: Path) -> list[str] | None:
-    """What a model calls its classes; of a run, what it exported them as; None: it has no names for them."""
-    names = [module.config.id2label[i] for i in range(module.config.num_labels)]
-    exported = where / "model" / "config.json"
-    if all(name == f"LABEL_{i}" for i, name in enumerate(names)) and exported.is_file():
-        said = json.loads(exported.read_text()).get("id2label", {})
-        names = [said.get(str(i), name) for i, name in enumerate(names)]
-    return None if all(name == f"LABEL_{i}" for i, name in enumerate(names)) else names
 
 
 def _text_config(given: TrainedModel) -> Any:
@@ -204,7 +193,8 @@ def export_run(run: Path, say: Say, *, last: bool, to: str, out: Path | None) ->
         raise TrainError(f"there is something already\n  at        {folder}\n  try       --out ANOTHER")
     with lora.merged(given.module):
         if to == "onnx":
-            return write_onnx(given.module, folder / "model.onnx", say)
+            size = image_settings(given.config.model.path, given.model.config)["size"]
+            return write_onnx(given.module, folder / "model.onnx", say, image_size=size)
         return _weights(given.module, folder) if to == "safetensors" else _program(given, folder)
 
 

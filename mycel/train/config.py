@@ -38,6 +38,7 @@ class ModelConfig(Section):
     path: forms.Folder | None = Field(default=None, description="folder in Hugging Face form")
     config: forms.Free | None = Field(default=None, description="or its config.json; both null: a small Llama")
     weights: Literal["auto", "load", "scratch"] = Field(default="auto", description="auto: if the folder has them")
+    labels: forms.Count | None = Field(default=None, description="of a classifier; null: as its configuration says")
     dtype: Literal["float32", "bfloat16", "float16"] = Field(default="float32", description="of parameters")
     lora: Lora | None = Field(default=None, description="{rank: 8, …}: train small additions, not all")
 
@@ -56,6 +57,10 @@ class Fields(Section):
     text: forms.Text = Field(default="text", description="a whole document")
     prompt: forms.Text = Field(default="prompt", description="without loss")
     response: forms.Text = Field(default="response", description="with loss")
+    messages: forms.Text = Field(default="messages", description="a chat")
+    label: forms.Text = Field(default="label", description="the class of a text")
+    chosen: forms.Text = Field(default="chosen", description="of a pair, the preferred text")
+    rejected: forms.Text = Field(default="rejected", description="of a pair, the other")
 
 
 class DataConfig(Section):

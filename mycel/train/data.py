@@ -21,7 +21,7 @@ import numpy as np
 
 from mycel.errors import TrainError
 from mycel.train.cache import obtain
-from mycel.train.documents import FIELDS, bin_dtype
+from mycel.train.documents import DOCUMENT_FIELDS, FIELDS, bin_dtype
 from mycel.train.sources import RECORDS, DataFile, File, check_unchanged, find, identify
 from mycel.train.split import cut, divide
 from mycel.train.store import Progress, Tokens, build
@@ -166,7 +166,7 @@ def _key(data_files: Sequence[DataFile], fields: Mapping[str, str], tokenizer: T
             VERSION,
             [(s.digest, s.format, _dtype(s)) for s in data_files],
             tokenizer.fingerprint if tokenizer and formats != {"tokens"} else None,
-            sorted(fields.items()) if formats & {*RECORDS} else None,
+            sorted((key, fields[key]) for key in DOCUMENT_FIELDS) if formats & {*RECORDS} else None,
         ]
     )
 

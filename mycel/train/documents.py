@@ -38,7 +38,8 @@ from mycel.train.tokenize import Part, Tokenizer
 PIECE_BYTES = 4 << 20
 ROWS = 1024  # of a table, in memory at once
 
-FIELDS = {"text": "text", "prompt": "prompt", "response": "response", "messages": "messages"}
+DOCUMENT_FIELDS = ("text", "prompt", "response", "messages")
+FIELDS = {key: key for key in (*DOCUMENT_FIELDS, "label", "chosen", "rejected")}
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,33 @@ def _batches(path: Path, library: Any, batches: Callable[[], Iterator[Any]]) -> 
                 f"not {'a parquet' if kind == 'parquet' else 'an arrow'} file, or a damaged one: "
                 f"{str(e).splitlines()[0]}\n  at        {path}\n  try       writing it again"
             ) from None
+
+
+def class_names(path: Path, format: str) -> dict[str, list[str]]:
+    """The names of the classes whose numbers a file holds, by field: a table says them as `datasets` writes it."""
+    if format not in ("parquet", "arrow"):
+        return {}
+    library = arrow_library(path)
+    with reading(path):
+        try:
+            said = (_schema(path, format).metadata or {}).get(b"huggingface", b"{}")
+            features = json.loads(said).get("info", {}).get("features", {})
+        except (ValueError, AttributeError, library.ArrowException):  # a damaged file is refused where it is read
+            return {}
+    return {name: f["names"] for name, f in features.items() if isinstance(f, dict) and f.get("_type") == "ClassLabel"}
+
+
+def _schema(path: Path, format: str) -> Any:
+    """Fields of a table and what is said of them."""
+    library = arrow_library(path)
+    from pyarrow import ipc, parquet
+
+    if format == "parquet":
+        return parquet.read_schema(path)
+    with library.memory_map(str(path)) as source:
+        whole = source.read(6) == b"ARROW1"
+        source.seek(0)
+        return (ipc.open_file(source) if whole else ipc.open_stream(source)).schema
 
 
 def array(path: Path) -> npt.NDArray[Any]:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import errno
+import inspect
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -22,10 +24,12 @@ from mycel.sizes import shown
 from mycel.train import lora
 from mycel.train.cache import sync
 from mycel.train.models import ADAPTER, count
+from mycel.train.tasks import image_settings
 from mycel.train.tokenize import SETTINGS, VOCABULARIES, Bytes
 from mycel.train.weights import ONE, one_line, quietly, refusal
 
-PROCESSORS = ("preprocessor_config.json", "processor_config.json")
+IMAGE_SETTINGS = "preprocessor_config.json"
+PROCESSORS = (IMAGE_SETTINGS, "processor_config.json")
 
 
 def export(
@@ -66,6 +70,8 @@ def export(
             with quietly(), lora.merged(module):
                 _save(module, partial, config, max_shard)
         _write_tokenizer(tokenizer_folder, partial, config)
+        if (partial / "config.json").is_file():
+            _write_image_settings(module, partial, config, source)
         _replace(folder, partial, old)
     except Exception as error:
         from safetensors import SafetensorError
@@ -108,6 +114,24 @@ def _write_tokenizer(tokenizer: Path | Literal["bytes"] | None, folder: Path, co
     for name in (*VOCABULARIES, *SETTINGS, *PROCESSORS) if tokenizer is not None else ():
         if tokenizer is not None and (tokenizer / name).is_file():
             shutil.copyfile(tokenizer / name, folder / name)
+
+
+def _write_image_settings(module: nn.Module, folder: Path, config: Any, source: str | None) -> None:
+    """How a model of images takes pixels: as the folder it is from says, else as it has learnt from them."""
+    file, given = folder / IMAGE_SETTINGS, Path(source) / IMAGE_SETTINGS if source else None
+    takes = inspect.signature(module.forward).parameters
+    if file.is_file() or "pixel_values" not in takes or "input_ids" in takes:
+        return
+    if given is not None and given.is_file():
+        shutil.copyfile(given, file)
+        return
+    learnt = image_settings(None, config)
+    settings = {
+        "do_convert_rgb": True, "do_resize": True, "size": {"height": learnt["size"], "width": learnt["size"]},
+        "resample": 2, "do_rescale": True, "rescale_factor": 1 / 255, "do_normalize": True,
+        "image_mean": learnt["mean"], "image_std": learnt["deviation"],
+    }  # fmt: skip  # 2: pillow's bilinear
+    file.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def byte_tokenizer(folder: Path, length: int | None = None) -> None:

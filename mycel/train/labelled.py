@@ -1,6 +1,7 @@
 """Examples with an answer of their own, by `train.task`: what a batch of them is, and what is learnt from it.
 
-    classify   {"text": …, "label": …}                      input_ids, attention_mask, labels
+    classify   {"text": …, "label": …}                      input_ids, attention_mask, labels: classes by their names,
+                                                            their numbers, or as a saved dataset calls them
                a folder of images for each class            pixel_values, labels
     reward     {"prompt": …, "chosen": …, "rejected": …}    input_ids [pairs, 2, length] …: the preferred one first;
                                                             texts, or chats: lists of messages, the prompt before them
@@ -25,9 +26,9 @@ import numpy.typing as npt
 
 from mycel.errors import TrainError
 from mycel.train.data import Data, Names
-from mycel.train.documents import records
+from mycel.train.documents import class_names, records
 from mycel.train.sources import IMAGES, find, near
-from mycel.train.split import NO_LOSS, drawn
+from mycel.train.split import NO_LOSS, drawn, undivided
 from mycel.train.tokenize import Tokenizer
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -155,31 +156,24 @@ def labelled_data(
     length: int,
     pad: int,
     image: Mapping[str, Any] | None,
+    classes: Sequence[str] | None = None,
 ) -> Data:
-    """The examples of a task; `image`: size, mean and deviation, where the model takes images."""
+    """The examples of a task; `image`: size, mean and deviation, where the model takes images; `classes`: what it calls
+    its own, which are those of the data if they have these names."""
 
-    def read(named: Names) -> Any:
-        return examples(task, named, format, fields, tokenizer, length, pad, image)
+    def read(named: Names, classes: Sequence[str] | None, only: bool) -> Any:
+        return examples(task, named, format, fields, tokenizer, length, pad, image, classes, only)
 
-    given = read(sources)
+    given = read(sources, classes, False)
     if validation is None:
         least = np.ones(given.count, np.int64)
         target = max(1, round(split * given.count))
         held = drawn(given.hashes, least, target, 1, seed) if given.count > 1 else None
         if held is None:
-            raise TrainError(
-                f"{given.count} examples are too few to keep some for validation\n  at        data.train\n"
-                "  try       data.validation with a file of its own"
-            )
+            raise undivided(given.hashes, target, "data.train")
         train, kept = given.rows(~held), given.rows(held)
     else:
-        train, kept = given, read(validation)
-        if train.classes != kept.classes:
-            strange = sorted({*kept.classes} ^ {*train.classes})
-            raise TrainError(
-                f"training and validation have other classes: {', '.join(strange[:5])}\n  at        data.validation\n"
-                "  try       the same labels in both"
-            )
+        train, kept = given, read(validation, given.classes or None, True)
     if train.classes and len(train.classes) < 2:
         raise TrainError(f"there is one class: {train.classes[0]}\n  at        data.train\n  try       two or more")
     kind = {"classify": f"examples of {len(train.classes)} classes"}.get(task, "pairs")
@@ -199,26 +193,36 @@ def examples(
     pad: int,
     image: Mapping[str, Any] | None,
     classes: Sequence[str] | None = None,
+    only: bool = True,
 ) -> Any:
-    """All examples of some files; `classes`: as a trained model numbers them, else as they are in the data."""
+    """All examples of some files; `classes`: as a trained model numbers them, and there are no others if `only` these;
+    else as they are in the data."""
     if image is not None:
-        return _images(named, image, classes)
+        return _images(named, image, classes, only)
     if tokenizer is None:
         raise TrainError("text needs a tokenizer\n  at        data\n  try       data.tokenizer: bytes, or a folder")
     if task == "classify":
-        return _labelled(named, format, fields, tokenizer, length, pad, classes)
+        return _labelled(named, format, fields, tokenizer, length, pad, classes, only)
     return _pairs(named, format, fields, tokenizer, length, pad)
 
 
-def _numbers(labels: Sequence[str], classes: Sequence[str], named: Names) -> npt.NDArray[np.int64]:
-    """The number of each label's class."""
+def _numbered(
+    labels: Sequence[str], own: Sequence[str], known: Sequence[str] | None, only: bool, named: Names
+) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
+    """The number of each label's class, and what the classes are called: as is `known`, if labels are such names or
+    numbers; or as the data's `own`."""
+    if known is not None and not any(name.isdecimal() for name in known) and all(label.isdecimal() for label in labels):
+        numbers = np.array([int(label) for label in labels], np.int64)
+        if numbers.max() < len(known):
+            return numbers, tuple(known)
+    classes = tuple(known if known is not None and (only or {*labels} <= {*known}) else own)
     at = {name: i for i, name in enumerate(classes)}
     if strange := [label for label in labels if label not in at]:
         raise TrainError(
-            f"the label {strange[0]!r} is none of the model's: {', '.join(classes)}\n  at        {named}\n"
-            "  try       the labels that it was trained with"
+            f"the label {strange[0]!r} is none of the classes: {', '.join(classes)}\n"
+            f"  at        {', '.join(map(str, _paths(named)))}\n  try       the labels that the model is trained with"
         )
-    return np.array([at[label] for label in labels], np.int64)
+    return np.array([at[label] for label in labels], np.int64), classes
 
 
 # -- texts
@@ -229,19 +233,20 @@ def _pairs(
 ) -> Examples:
     """A preferred and a rejected text after the same prompt."""
     rows, hashes = [], []
-    for record, where in _records(named, format):
-        if isinstance(record.get("chosen"), list):
-            texts = [_chat(tokenizer, record, fields["prompt"], name, where) for name in ("chosen", "rejected")]
+    for record, where in (row for file in _tables(named, format) for row in records(*file)):
+        if isinstance(record.get(fields["chosen"]), list):
+            names = fields["chosen"], fields["rejected"]
+            texts = [_chat(tokenizer, record, fields["prompt"], name, where) for name in names]
         else:
-            prompt, *answers = (_text(record, name, where, PAIR) for name in (fields["prompt"], "chosen", "rejected"))
+            prompt, *answers = (_text(record, key, fields, where, PAIR) for key in ("prompt", "chosen", "rejected"))
             texts = [(prompt, answer, False) for answer in answers]
         if texts[0] == texts[1]:
             raise TrainError(f"chosen and rejected are the same text\n  at        {where}\n  try       leaving it out")
         rows.append([_row(tokenizer, *text, length, pad) for text in texts])
         hashes.append(_hash(*(part for text in texts for part in text[:2])))
     _some(rows, named, PAIR)
-    names = ("input_ids", "labels", "attention_mask")
-    arrays = {name: np.array([[text[i] for text in pair] for pair in rows], np.int64) for i, name in enumerate(names)}
+    kinds = ("input_ids", "labels", "attention_mask")
+    arrays = {kind: np.array([[text[i] for text in pair] for pair in rows], np.int64) for i, kind in enumerate(kinds)}
     return Examples(arrays, length, np.array(hashes, np.uint64))
 
 
@@ -253,27 +258,42 @@ def _labelled(
     length: int,
     pad: int,
     classes: Sequence[str] | None,
+    only: bool,
 ) -> Examples:
-    """Texts with the class they are in; classes in the order of their names, or of their numbers."""
-    rows, labels, hashes = [], [], []
-    for record, where in _records(named, format):
-        text = _text(record, fields["text"], where, LABELLED)
-        label = record.get("label")
-        if isinstance(label, bool) or not isinstance(label, (int, str)):
-            raise TrainError(f"the label is {label!r}, no text and no whole number\n  at        {where}")
-        rows.append(_row(tokenizer, "", text, False, length, pad))
-        labels.append(label)
-        hashes.append(_hash(text, str(label)))
+    """Texts with the class they are in; classes in the order of their names, of their numbers, or of a saved
+    dataset."""
+    rows: list[Any] = []
+    labels, hashes, said = [], [], dict[str, None]()
+    for path, kind in _tables(named, format):
+        names = class_names(path, kind).get(fields["label"], [])
+        said.update(dict.fromkeys(names))
+        for record, where in records(path, kind):
+            text = _text(record, "text", fields, where, LABELLED)
+            label = _label(record, fields, names, where)
+            rows.append(_row(tokenizer, "", text, False, length, pad))
+            labels.append(label)
+            hashes.append(_hash(text, label))
     _some(rows, named, LABELLED)
-    numbers = all(isinstance(label, int) or label.isdecimal() for label in labels)
-    known = [str(i) for i in range(1 + max(int(x) for x in labels))] if numbers else sorted({str(x) for x in labels})
-    known = [*classes] if classes is not None else known
+    counted = [str(i) for i in range(1 + max(map(int, labels)))] if all(map(str.isdecimal, labels)) else None
+    numbers, known = _numbered(labels, [*said] or counted or sorted({*labels}), classes, only, named)
     arrays = {
         "input_ids": np.array([ids for ids, _, _ in rows], np.int64),
         "attention_mask": np.array([mask for _, _, mask in rows], np.int64),
-        "labels": _numbers([str(label) for label in labels], known, named),
+        "labels": numbers,
     }
-    return Examples(arrays, length, np.array(hashes, np.uint64), tuple(known))
+    return Examples(arrays, length, np.array(hashes, np.uint64), known)
+
+
+def _label(record: Mapping[str, Any], fields: Mapping[str, str], names: Sequence[str], where: str) -> str:
+    """The class of a text, by its name if it has one."""
+    label = record.get(fields["label"])
+    if fields["label"] not in record:
+        raise _no_field(record, "label", fields, where, LABELLED)
+    if isinstance(label, bool) or not isinstance(label, (int, str)):
+        raise TrainError(
+            f"the label is {label!r}, no text and no whole number\n  at        {where}\n  try       {LABELLED}"
+        )
+    return names[label] if isinstance(label, int) and 0 <= label < len(names) else str(label)
 
 
 def _chat(tokenizer: Tokenizer, record: Mapping[str, Any], prompt: str, name: str, where: str) -> tuple[str, str, bool]:
@@ -311,23 +331,31 @@ def _row(
     )
 
 
-def _records(named: Names, format: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+def _tables(named: Names, format: str) -> Iterator[tuple[Path, str]]:
+    """The files of records, and their formats."""
     for path, kind in find(named, format):
         if kind in ("text", "tokens"):
             raise TrainError(
                 f"the task needs records, {path.name} is {kind}\n  at        {path}\n"
                 "  try       .jsonl, .json, .csv, .parquet or .arrow"
             )
-        yield from records(path, kind)
+        yield path, kind
 
 
-def _text(record: Mapping[str, Any], name: str, where: str, form: str) -> str:
-    text = record.get(name)
+def _text(record: Mapping[str, Any], key: str, fields: Mapping[str, str], where: str, form: str) -> str:
+    text = record.get(fields[key])
     if not isinstance(text, str):
-        what = f"field {name!r} is no text" if name in record else f"no field {name!r}"
-        there = ", ".join(map(repr, record)) or "none"
-        raise TrainError(f"{what}; fields there are: {there}\n  at        {where}\n  try       {form}")
+        raise _no_field(record, key, fields, where, form)
     return text
+
+
+def _no_field(record: Mapping[str, Any], key: str, fields: Mapping[str, str], where: str, form: str) -> TrainError:
+    """For a record without a field that a task needs; where others could be meant, how to say so."""
+    name, there = fields[key], ", ".join(map(repr, record)) or "none"
+    what = f"field {name!r} is no text" if name in record else f"no field {name!r}"
+    free = [each for each in record if each not in fields.values()]
+    hint = f"data.fields.{key}={free[0]}, or {form}" if free and name not in record else form
+    return TrainError(f"{what}; fields there are: {there}\n  at        {where}\n  try       {hint}")
 
 
 def _some(rows: Sequence[Any], named: Names, form: str) -> None:
@@ -343,7 +371,7 @@ def _hash(*texts: str) -> int:
 # -- images
 
 
-def _images(named: Names, image: Mapping[str, Any], known: Sequence[str] | None = None) -> Images:
+def _images(named: Names, image: Mapping[str, Any], known: Sequence[str] | None, only: bool) -> Images:
     """The images below a folder, each in a folder that has the name of its class."""
     try:
         import PIL  # noqa: F401
@@ -365,12 +393,12 @@ def _images(named: Names, image: Mapping[str, Any], known: Sequence[str] | None 
             f"  try       FOLDER/cat/1.png, FOLDER/dog/2.png …; known are {', '.join(IMAGES)}"
         )
     names = [_class_of(path, folders) for path in files]
-    classes = tuple(known) if known is not None else tuple(sorted({*names}))
+    labels, classes = _numbered(names, sorted({*names}), known, only, named)
     hashes = np.array(
         [_hash(name, path.name, str(path.stat().st_size)) for name, path in zip(names, files, strict=True)]
     )
     return Images(
-        tuple(files), _numbers(names, classes, named), int(image["size"]), hashes.astype(np.uint64), classes,
+        tuple(files), labels, int(image["size"]), hashes.astype(np.uint64), classes,
         tuple(image["mean"]), tuple(image["deviation"]),
     )  # fmt: skip
 

@@ -281,7 +281,7 @@ class Run:
         saved = last is not None and _step_of(last) >= steps.done
         rows = [
             *(
-                [("validation", _validation(steps, mean_over(self.config.train.task)))]
+                [("validation", _validation(steps, mean_over(self.config.train.task), folder))]
                 if steps.validation is not None
                 else []
             ),
@@ -480,13 +480,12 @@ def _results(folder: Path, exported: str) -> list[tuple[str, str]]:
     return [(name, f"{folder / file}{exported * (file == MODEL)}") for name, file in there if (folder / file).exists()]
 
 
-def _validation(steps: Steps, unit: str) -> str:
+def _validation(steps: Steps, unit: str, folder: Path) -> str:
     assert steps.validation is not None
-    lowest = (
-        f", {number(steps.best[0])} at best (step {steps.best[1]})"
-        if steps.best and steps.best[0] < steps.validation
-        else ""
-    )
+    lowest = ""
+    if steps.best and steps.best[0] < steps.validation:
+        there = (folder / CHECKPOINTS / f"step-{steps.best[1]:08}").is_dir()
+        lowest = f", {number(steps.best[0])} at best (step {steps.best[1]}{'' if there else ', not saved'})"
     return f"loss {number(steps.validation)} nats per {unit}{lowest}"
 
 

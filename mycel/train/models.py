@@ -60,6 +60,15 @@ class Sizes:
     total_bytes: int
 
 
+@dataclass(frozen=True)
+class Head:
+    """What the last layers are for: the `train.task`, and of a classifier how many classes it tells; None: as the
+    model's configuration says."""
+
+    task: str = "auto"
+    labels: int | None = None
+
+
 # -- in --------------------------------------------------------------------------------------------------------------
 
 
@@ -72,9 +81,10 @@ def build(
     device: torch.device | str = "cpu",
     seed: int = 0,
     cuts: Cuts | None = None,
+    head: Head = Head(),
 ) -> LoadedModel:
     """A folder or a configuration → a module in training mode on the device, with loaded or fresh weights; with `cuts`,
-    in parts."""
+    in parts.  Of a task that the folder's model has no layers for, these are fresh."""
     if (path is None) == (config is None):
         raise refusal(
             "a model is made from a folder or from a configuration, one of them", "model", "model.path or model.config"
@@ -90,15 +100,17 @@ def build(
                     "model.path: a folder with weights, or weights: scratch",
                 )
             settings, notes = _from_mapping(config)
+            _set_head(settings, head)
             module = _fresh(settings, dtype, device, seed, cuts)
             return _ready(module, settings, None, f"fresh {type(module).__name__}, seed {seed}", notes)
         settings = _from_folder(path)
+        before = _set_head(settings, head)
         files = [] if weights == "scratch" else find(path)
         if weights == "load" and not files:
             raise refusal(f"no weights in the folder: {ONE} or {INDEX}", path, "another folder, or weights: scratch")
         tokenizer = path if any((path / name).is_file() for name in VOCABULARIES) else None
         if files:
-            module, notes = load(path, files, _model_class(settings), settings, dtype, device, cuts)
+            module, notes = load(path, files, _model_class(settings), settings, dtype, device, cuts, before, seed)
             return _ready(module, settings, tokenizer, f"weights of {path}", notes)
         module = _fresh(settings, dtype, device, seed, cuts)
         return _ready(module, settings, tokenizer, f"fresh {type(module).__name__} after {path}, seed {seed}", [])
@@ -110,6 +122,8 @@ def _ready(module: nn.Module, settings: Any, tokenizer: Path | None, source: str
         held: Any = getattr(part, "config", None)
         if getattr(held, "use_cache", False):
             held.use_cache = False
+    if getattr(module, "loss_type", "") is None:  # what transformers then takes, with a warning at the first step
+        module.loss_type = "ForCausalLM"  # type: ignore[assignment]
     return LoadedModel(module.train(), settings, tokenizer, source, tuple(notes))
 
 
@@ -206,6 +220,31 @@ def _check_kind(kind: Any, where: str) -> None:
         raise refusal(what, where, near)
 
 
+def _set_head(settings: Any, head: Head) -> tuple[Any, int]:
+    """Make the configuration one of a task; the class of the model that it was of before, and how many labels that
+    had."""
+    import transformers
+
+    before = settings.num_labels
+    named = next((kind for n in settings.architectures or () if (kind := getattr(transformers, n, None))), None)
+    tells_classes = named is not None and named.__name__.endswith("Classification")
+    if head.task in ("classify", "reward") and not tells_classes:
+        maps: tuple[Any, ...] = (
+            transformers.AutoModelForSequenceClassification,
+            transformers.AutoModelForImageClassification,
+        )
+        kinds = [kind for each in maps if (kind := each._model_mapping.get(type(settings), None)) is not None]
+        if kinds:
+            settings.architectures = [kinds[0].__name__]
+            settings.num_labels = 1 if head.task == "reward" else before
+    if head.labels is not None:
+        settings.num_labels = head.labels
+    if head.task in ("classify", "reward") and getattr(settings, "pad_token_id", None) is None:
+        ends = getattr(settings, "eos_token_id", None)  # what language models are published with
+        settings.pad_token_id = ends[0] if isinstance(ends, list) else ends
+    return named, before
+
+
 def _model_class(settings: Any) -> Any:
     """The class the configuration names, else the one for its task: always one that returns a loss for labels."""
     import transformers
@@ -253,10 +292,16 @@ def _made(settings: Any, dtype: torch.dtype, device: torch.device) -> Any:
         raise refusal(f"{kind.__name__} cannot be made by this configuration: {hint.what}", where, hint.hint) from error
 
 
-def outline_of(path: Path | None, config: Mapping[str, Any] | None, dtype: torch.dtype) -> Outline:
+def outline_of(
+    path: Path | None,
+    config: Mapping[str, Any] | None,
+    dtype: torch.dtype,
+    head: Head = Head(),
+) -> Outline:
     """The same module without data."""
     with quietly():
         settings = _from_folder(path) if path is not None else _from_mapping(config or {})[0]
+        _set_head(settings, head)
         return outline(lambda: _made(settings, dtype, torch.device("meta")))
 
 

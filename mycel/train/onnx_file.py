@@ -1,6 +1,8 @@
-"""A causal model as an ONNX file, for runtimes without Python: tokens in, logits out, any batch and any length.
+"""A model as an ONNX file, for runtimes without Python: tokens or pixels in, logits out, any batch and any length.
 
-    input_ids: i64[batch, length]  ──▶  logits: f32[batch, length, vocab]
+    a causal model             input_ids: i64[batch, length]                    ──▶  logits: f32[batch, length, vocab]
+    of classes, or a reward    input_ids, attention_mask: i64[batch, length]    ──▶  logits: f32[batch, labels]
+    of images                  pixel_values: f32[batch, 3, size, size]          ──▶  logits: f32[batch, labels]
 
 It is written by torch.onnx, and where onnxruntime is installed, held against the model on a batch that it has not seen.
 """
@@ -8,10 +10,11 @@ It is written by torch.onnx, and where onnxruntime is installed, held against th
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +23,33 @@ from torch import nn
 
 from mycel.errors import TrainError
 from mycel.forward import evaluating
-from mycel.train.sample import causal_config
+from mycel.train.sample import causal
 from mycel.train.weights import one_line
 
 CLOSE = 1e-3  # of the largest logit: other kernels add in another order
+Inputs = dict[str, torch.Tensor]
+DIMS = {  # those that a file leaves open
+    "pixel_values": ("batch",), "input_ids": ("batch", "length"), "attention_mask": ("batch", "length"),
+    "decoder_input_ids": ("batch", "decoder_length"),
+}  # fmt: skip
 
 
-class TokensToLogits(nn.Module):
-    """A causal model as a function of its tokens alone."""
+class InputsToLogits(nn.Module):
+    """A model as a function of its inputs in an order, which gives logits alone."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, names: Iterable[str]) -> None:
         super().__init__()
-        self.module = module
+        self.module, self.names = module, tuple(names)
+        self.options = {"use_cache": False} if "use_cache" in _arguments(module) else {}
 
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.module(input_ids=input_ids, use_cache=False).logits
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.module(**dict(zip(self.names, inputs, strict=True)), **self.options).logits
         return logits
 
 
-def write_onnx(module: nn.Module, path: Path, say: Callable[[str], None]) -> Path:
+def write_onnx(module: nn.Module, path: Path, say: Callable[[str], None], *, image_size: int) -> Path:
     """The file, beside it its weights where they are large."""
-    vocab = causal_config(module, "--to onnx", "--to hf, safetensors or program").vocab_size
+    example = example_inputs(module, 2, 7, image_size)
     try:
         import onnxscript  # noqa: F401
     except ImportError:
@@ -48,14 +57,14 @@ def write_onnx(module: nn.Module, path: Path, say: Callable[[str], None]) -> Pat
             "an ONNX file is written with onnx and onnxscript, which are not installed\n"
             "  try       pip install 'mycel[onnx]'"
         ) from None
-    example = torch.arange(2 * 7).reshape(2, 7) % vocab
-    named = {"input_ids": {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}}
+    dims = {name: torch.export.Dim(name) for name in sorted({dim for name in example for dim in DIMS[name]})}
+    shapes = tuple({i: dims[dim] for i, dim in enumerate(DIMS[name])} for name in example)
     with evaluating(module), torch.no_grad(), _quietly():
-        wrapped = TokensToLogits(module).eval()
+        wrapped = InputsToLogits(module, example).eval()
         try:
             program: Any = torch.onnx.export(
-                wrapped, (example,), input_names=["input_ids"], output_names=["logits"], dynamic_shapes=named,
-                dynamo=True, verbose=False,
+                wrapped, tuple(example.values()), input_names=[*example], output_names=["logits"],
+                dynamic_shapes=(shapes,), dynamo=True, verbose=False,
             )  # fmt: skip
         except Exception as e:  # torch's exporter raises many kinds
             raise TrainError(
@@ -64,21 +73,46 @@ def write_onnx(module: nn.Module, path: Path, say: Callable[[str], None]) -> Pat
             ) from e
         path.parent.mkdir(parents=True, exist_ok=True)
         program.save(str(path))
-        _check(wrapped, path, vocab, say)
+        _check(wrapped, path, example_inputs(module, 3, 11, image_size), say)
     return path
 
 
-def _check(module: nn.Module, path: Path, vocab: int, say: Callable[[str], None]) -> None:
+def example_inputs(module: nn.Module, rows: int, length: int, image_size: int) -> Inputs:
+    """A batch as the model takes it; where it takes a mask, one text of it is shorter."""
+    takes, config = _arguments(module), module.config
+    generator = torch.Generator().manual_seed(rows)
+    if "input_ids" not in takes and "pixel_values" in takes:
+        return {"pixel_values": torch.randn(rows, 3, image_size, image_size, generator=generator)}
+    if "input_ids" not in takes:
+        raise TrainError(
+            f"an ONNX file is written of models of text and of images: {type(module).__name__} takes "
+            f"{next(iter(takes))}\n  at        --to onnx\n  try       --to hf or safetensors"
+        )
+    settings: Any = config.get_text_config()  # type: ignore[operator,union-attr]
+    ids = torch.randint(0, settings.vocab_size, (rows, length), generator=generator)
+    if causal(module):
+        return {"input_ids": ids}
+    mask = torch.ones_like(ids)
+    ids[0, length // 2 :], mask[0, length // 2 :] = getattr(settings, "pad_token_id", None) or 0, 0
+    more = {"decoder_input_ids": ids[:, 2:].clone()} if settings.is_encoder_decoder else {}
+    return {"input_ids": ids, "attention_mask": mask, **more}
+
+
+def _arguments(module: nn.Module) -> Iterable[str]:
+    return inspect.signature(module.forward).parameters
+
+
+def _check(module: nn.Module, path: Path, inputs: Inputs, say: Callable[[str], None]) -> None:
     """The same logits in onnxruntime, for another batch and length."""
     try:
         import onnxruntime
     except ImportError:
         say("not checked: onnxruntime is not installed (pip install 'mycel[onnx]')")
         return
-    ids = torch.randint(0, vocab, (3, 11), generator=torch.Generator().manual_seed(0))
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-    got = torch.from_numpy(session.run(["logits"], {"input_ids": ids.numpy()})[0])
-    wanted = module(ids.to(next(module.parameters()).device)).cpu()
+    got = torch.from_numpy(session.run(["logits"], {name: x.numpy() for name, x in inputs.items()})[0])
+    device = next(module.parameters()).device
+    wanted = module(*(x.to(device) for x in inputs.values())).cpu()
     worst = float((got.float() - wanted.float()).abs().max() / wanted.float().abs().max().clamp(min=1e-30))
     if not worst < CLOSE:
         raise TrainError(

@@ -30,6 +30,7 @@ from mycel.step import Step, train_step
 from mycel.train import models
 from mycel.train.assemble import adapt, make_optimizer
 from mycel.train.config import Config, PlannedConfig, load
+from mycel.train.tasks import batch_outline, head_of, task_loss
 
 Say = Callable[[str], None]
 
@@ -40,12 +41,12 @@ STEP_SETTINGS = (
 
 def question(config: Config, cluster: Cluster, say: Say = lambda text: None) -> Search:
     """Plans for the step of a configuration."""
-    train, data = config.train, config.data
-    outline = models.outline_of(config.model.path, config.model.config, getattr(torch, config.model.dtype))
+    train = config.train
+    dtype = getattr(torch, config.model.dtype)
+    outline = models.outline_of(config.model.path, config.model.config, dtype, head_of(config))
     adapt(config, outline.module)
     rows = train.batch * train.accumulate
-    names = ("input_ids", "labels") if data.pack else ("input_ids", "labels", "attention_mask")
-    batch = {name: torch.empty((rows, data.length), dtype=torch.int64, device="meta") for name in names}
+    batch = batch_outline(config, outline.module, rows)
     return search(
         outline.module,
         make_optimizer(config.optimizer, outline.module),
@@ -54,6 +55,7 @@ def question(config: Config, cluster: Cluster, say: Say = lambda text: None) -> 
         _given(config),
         say,
         parse_bytes(train.memory) if train.memory else None,
+        loss=task_loss(train),
         precision=train.precision,
         clip_norm=train.clip_norm,
     )

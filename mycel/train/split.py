@@ -151,7 +151,7 @@ def divide(tokens: Tokens, length: int, pack: bool, share: float, seed: int, not
         parts = _cut_tail(_joined(spans), total // length, length, share)
         notes.append("validation is the end of the data: it has too few documents to draw from")
     else:
-        raise _undivided(tokens.hashes[documents], int(target), tokens.paths[0])
+        raise undivided(tokens.hashes[documents], int(target), tokens.paths[0])
     return _split(tokens, parts[0], length, pack, "train", notes), _split(
         tokens, parts[1], length, pack, "validation", notes
     )
@@ -216,7 +216,7 @@ def drawn(
     return np.isin(kind, order[:number])
 
 
-def _undivided(hashes: npt.NDArray[np.uint64], target: int, path: Path) -> TrainError:
+def undivided(hashes: npt.NDArray[np.uint64], target: int, path: Path | str) -> TrainError:
     """Why no examples can be held back: equal ones stay together, and of each there are more than are asked for."""
     sizes, hint = np.unique(hashes, return_counts=True)[1], "data.validation with a file of its own"
     least, most, total = int(sizes.min()), int(sizes.max()), len(hashes)

@@ -76,6 +76,7 @@ class Steps:
             "config": settings,
             "identity": state.identity(parts),
             "machine": state.machine(parts),
+            "classes": [*getattr(parts.data.train, "classes", ())],
         }  # in every checkpoint of this process
         before: dict[str, Any] = loaded.meta if loaded else {}
         self.done: int = loaded.step if loaded else 0

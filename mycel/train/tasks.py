@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from mycel.step import Step
 from mycel.train import config as settings
 from mycel.train.data import Data
 from mycel.train.labelled import dpo_loss, labelled_data, log_likelihoods, refuse_images, reward_loss
+from mycel.train.models import Head
 from mycel.train.sample import causal
 from mycel.train.tokenize import Tokenizer
 
@@ -50,7 +51,7 @@ def task_data(config: settings.Config, tokenizer: Tokenizer | None, module: Any,
     if task == "classify" and not takes_images:
         refuse_images(data.train, type(module).__name__, IMAGE_MODEL)
     if task != "dpo" and not type(module).__name__.endswith("Classification"):
-        hint = "model.config.architectures=[LlamaForSequenceClassification], say"
+        hint = "a family that has one, such as llama, bert or vit"
         raise _wrong_model(module, f"{task} trains a model that ends in a classification", hint)
     for name, given in (("weights", data.weights is not None), ("stream", data.stream)):
         if given:
@@ -61,9 +62,10 @@ def task_data(config: settings.Config, tokenizer: Tokenizer | None, module: Any,
     own = module.config
     pad = getattr(own, "pad_token_id", None)
     if task != "dpo" and not takes_images and pad is None:
+        path = config.model.path
+        hint = f"pad_token_id in {path / 'config.json'}" if path is not None else "model.config.pad_token_id=0"
         raise TrainError(
-            "the model has no pad_token_id, by which it finds the end of a text\n  at        model\n"
-            "  try       model.config.pad_token_id=0, or in the folder's config.json"
+            f"the model has no pad_token_id, by which it finds the end of a text\n  at        model\n  try       {hint}"
         )
     examples = labelled_data(
         task,
@@ -77,19 +79,54 @@ def task_data(config: settings.Config, tokenizer: Tokenizer | None, module: Any,
         length=data.length,
         pad=pad or 0,
         image=image_settings(config.model.path, own) if takes_images else None,
+        classes=class_names(own) if task == "classify" else None,
     )
     wanted = len(examples.train.classes) if task == "classify" else 1
     if task != "dpo" and own.num_labels != wanted:
         what = f"the data has {wanted} classes" if task == "classify" else "a reward is one number"
         raise TrainError(
-            f"{what}, the model {own.num_labels} labels\n  at        model\n"
-            f"  try       model.config.num_labels={wanted}, or a folder whose config.json says so"
+            f"{what}, the model {own.num_labels} labels\n  at        model\n  try       model.labels={wanted}"
         )
     if task == "classify":
-        for kept in (own, saved):  # what an exported model calls its classes
-            kept.id2label = dict(enumerate(examples.train.classes))
-            kept.label2id = {name: i for i, name in enumerate(examples.train.classes)}
+        name_classes(examples.train.classes, own, saved)
     return examples
+
+
+def head_of(config: settings.Config) -> Head:
+    """What the last layers of a run's model are for."""
+    return Head(config.train.task, config.model.labels)
+
+
+def class_names(config: Any) -> list[str] | None:
+    """What a model calls its classes; None: it has no names for them."""
+    names = [config.id2label[i] for i in range(config.num_labels)]
+    return None if names == [f"LABEL_{i}" for i in range(len(names))] else names
+
+
+def name_classes(names: Sequence[str], *configs: Any) -> None:
+    """Call the classes of a model by these names, in what it exports too."""
+    for config in configs:
+        config.id2label = dict(enumerate(names))
+        config.label2id = {name: i for i, name in enumerate(names)}
+
+
+def batch_outline(config: settings.Config, module: Any, rows: int) -> dict[str, torch.Tensor]:
+    """A batch as a run would have it, without data."""
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.empty((rows, *shape), dtype=dtype, device="meta")
+
+    task, length = config.train.task, config.data.length
+    if task == "classify" and "pixel_values" in inspect.signature(module.forward).parameters:
+        size = image_settings(config.model.path, module.config)["size"]
+        return {"pixel_values": empty(3, size, size, dtype=torch.float32), "labels": empty()}
+    if task == "classify":
+        return {"input_ids": empty(length), "attention_mask": empty(length), "labels": empty()}
+    if task in LABELLED_TASKS:
+        reference = {"reference": empty(2, dtype=torch.float32)} if task == "dpo" else {}
+        return {name: empty(2, length) for name in ("input_ids", "labels", "attention_mask")} | reference
+    names = ("input_ids", "labels") if config.data.pack else ("input_ids", "labels", "attention_mask")
+    return {name: empty(length) for name in names}
 
 
 def with_reference(data: Data, step: Step, rows: int) -> Data:

@@ -27,6 +27,7 @@ from mycel.train.models import LoadedModel
 from mycel.train.progress import number
 from mycel.train.run_folders import is_run, near_runs, run_around
 from mycel.train.state import check_shapes
+from mycel.train.tasks import head_of, name_classes
 from mycel.train.tokenize import VOCABULARIES, Tokenizer, load_tokenizer
 
 
@@ -96,7 +97,10 @@ def _of_run(run: Path, last: bool, device: torch.device) -> TrainedModel:
     config = settings.load(run / "config.yaml")
     path, words = checkpoint_of(run, last)
     model = model_at_start(config, device)
-    saved = load_checkpoint(path, device, only=lambda name: name.startswith("model.")).tensors
+    loaded = load_checkpoint(path, device, only=lambda name: name.startswith("model."))
+    if classes := loaded.meta.get("classes"):
+        name_classes(classes, model.module.config, model.config)
+    saved = loaded.tensors
     own = model_tensors(model.module, frozen=False)
     check_shapes(path, own, {name.removeprefix("model."): x for name, x in saved.items()})
     with torch.no_grad():
@@ -114,6 +118,7 @@ def model_at_start(config: settings.Config, device: str | torch.device) -> Loade
         dtype=getattr(torch, config.model.dtype),
         device=device,
         seed=config.train.seed,
+        head=head_of(config),
     )
     adapt(config, model.module)
     return model

@@ -12,6 +12,7 @@ that the rank does not hold.  Only safetensors are read; nothing is unpickled.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -65,12 +66,19 @@ def load(
     dtype: torch.dtype,
     device: torch.device,
     cuts: Cuts | None = None,
+    before: tuple[Any, int] | None = None,
+    seed: int = 0,
 ) -> tuple[Any, list[str]]:
     """A module of class `kind` with a folder's weights, and notes on what was left over; with `cuts`, only a rank's
-    parts of them are read."""
+    parts of them are read.
+
+    `before`: the class that the weights were saved from, and its number of labels; layers that it does not have are
+    fresh."""
     stored = stored_dtype(files)
-    module, report = _mapped(kind, path, settings, stored)
-    if wrong := sorted(report["mismatched_keys"]):
+    module, report = _mapped(kind, path, settings, stored, seed)
+    fresh = _fresh_names(report, kind, settings, *before) if before is not None else []
+    first = {name: module.get_parameter(name).detach() for name in fresh}
+    if wrong := sorted(each for each in report["mismatched_keys"] if each[0] not in first):
         rows = [
             f"\n  {name}: {list(shape)} in the files, {list(wanted)} by the configuration"
             for name, shape, wanted in wrong[:4]
@@ -78,7 +86,7 @@ def load(
         more = f"\n  and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         what = f"{len(wrong)} weights do not have the shape that config.json gives them{''.join(rows)}{more}"
         raise refusal(what, path, "the config.json the weights were saved with")
-    if missing := sorted(report["missing_keys"]):
+    if missing := sorted({*report["missing_keys"]} - {*fresh}):
         what = f"{len(missing)} weights of {kind.__name__} are not in the files: {some(missing)}"
         raise refusal(what, path, "architectures in config.json: the class they were saved from; or weights: scratch")
     if cuts is not None:
@@ -89,12 +97,35 @@ def load(
             ),
         )
     elif stored != dtype:
-        module, report = _mapped(kind, path, settings, dtype)
+        module, report = _mapped(kind, path, settings, dtype, seed)
+        for name, x in first.items():
+            module.get_parameter(name).data = x.to(dtype)
     # what was not converted is still mapped from the files: a file that changes later must not change the model
     for tensor in (*module.parameters(), *module.buffers()) if cuts is None else ():
         tensor.data = tensor.data.to(device, copy=True)
     left = sorted(report["unexpected_keys"])
-    return module, [f"{len(left)} tensors of {path} are not part of {kind.__name__}: {some(left)}"] if left else []
+    notes = [f"fresh layers for {kind.__name__}, by the seed: {some(fresh)}"] if fresh else []
+    return module, [
+        *notes,
+        *([f"{len(left)} tensors of {path} are not part of {kind.__name__}: {some(left)}"] if left else []),
+    ]
+
+
+def _fresh_names(report: Any, kind: Any, settings: Any, saved: Any, labels: int) -> list[str]:
+    """What the class that the weights were `saved` from does not have, or has for other labels; what it has and is not
+    in its files is lost, not fresh."""
+    relabelled = [
+        name
+        for name, shape, wanted in report["mismatched_keys"]
+        if (shape[0], wanted[0]) == (labels, settings.num_labels) and shape[1:] == wanted[1:]
+    ]
+    if saved is None or saved is kind:
+        return relabelled
+    with torch.device("meta"):
+        held = saved._from_config(copy.deepcopy(settings)).state_dict()
+    plain: Callable[[str], str] = lambda name: name.removeprefix(f"{kind.base_model_prefix}.")
+    known = {*map(plain, held)}
+    return [*relabelled, *(name for name in sorted(report["missing_keys"]) if plain(name) not in known)]
 
 
 def stored_dtype(files: Sequence[Path]) -> torch.dtype:
@@ -127,7 +158,7 @@ def mapped(file: Path) -> Iterator[Any]:
         ) from None
 
 
-def _mapped(kind: Any, path: Path, settings: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+def _mapped(kind: Any, path: Path, settings: Any, dtype: torch.dtype, seed: int) -> tuple[Any, Any]:
     """transformers' loading (its renamings and ties), in memory only where the dtype changes; and its report."""
     options = {
         "local_files_only": True,
@@ -136,7 +167,8 @@ def _mapped(kind: Any, path: Path, settings: Any, dtype: torch.dtype) -> tuple[A
         "output_loading_info": True,
     }
     try:
-        with torch.random.fork_rng(devices=[]):  # what is missing is initialised, to be refused afterwards
+        with torch.random.fork_rng(devices=[]):  # what is missing is initialised: fresh, or refused afterwards
+            torch.default_generator.manual_seed(seed)
             return kind.from_pretrained(path, config=settings, dtype=dtype, **options)
     except Exception as error:  # transformers and models raise many kinds
         raise refusal(f"{kind.__name__} cannot be loaded: {one_line(error)}", path) from error
