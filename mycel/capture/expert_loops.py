@@ -22,14 +22,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from mycel.capture.expert_masks import CHOICES, MaskedLoops
-from mycel.capture.expert_mlps import Mlp, mlp_of
+from mycel.capture.expert_mlps import Mlp, weighed_mlp
 from mycel.ir import Atom, Block, Builder, Eqn, Program, Var, call, cond, prune, substitute
 from mycel.ops import o
 
@@ -248,6 +248,15 @@ class Loops:
                 values[v] = self._add(replace(eqn, inputs=inputs, outputs=outs))[i]
         return values[x]
 
+    def computed(self, place: Var, compute: Callable[[], Any]) -> Any:
+        """What a function of operators gives, written where this value is made."""
+        with Builder(beside=self.b) as b:
+            b.at(self.producers[place][0])
+            x = compute()
+        for eqn in b.eqns:
+            self._add(eqn)
+        return self._value(x)
+
     # -- arms
 
     def merged(self, lines: set[str]) -> Block:
@@ -343,15 +352,11 @@ class Loops:
         rows = self.plain(self.again(rows, values))
         if tokens is None or out.ndim != 2:
             return None
-        product = self.of(rows, o.mul)
-        for y, weight in [*((product.inputs, product.inputs[::-1]) if product is not None else ()), (rows, None)]:
-            mlp = mlp_of(self, y)
-            if mlp is None or (weight is not None and not isinstance(weight, Var)):
-                continue
-            if weight is None or weight.type.numel == tokens.numel():
-                flat = self.flat(keep)
-                return Arm(out, before, flat, tokens.reshape(-1), mlp, weight, adds, chosen.source, branch)
-        return None
+        weighed = weighed_mlp(self, rows, tokens.numel())
+        if weighed is None:
+            return None
+        flat = self.flat(keep)
+        return Arm(out, before, flat, tokens.reshape(-1), *weighed, adds, chosen.source, branch)
 
     def flat(self, mask: Any) -> Any:
         """A mask without what only tells whether numbers are not zero."""
@@ -520,11 +525,14 @@ class Loops:
 
 
 def extreme_choices(shape: tuple[int, ...], e: int, experts: int) -> Iterator[torch.Tensor]:
-    """Choices that are all of expert e, and one of them alone: what asks how many there are differs here."""
+    """Choices that are all of expert e, one of them alone, and half of them: what asks how many there are differs
+    here."""
     yield torch.full(shape, e)
     alone = torch.full(shape, (e - 1) % experts)
     alone.view(-1)[0] = e
     yield alone
+    g = torch.Generator().manual_seed(e)
+    yield torch.randint(experts, shape, generator=g).where(torch.rand(shape, generator=g) < 0.5, e)
 
 
 def shaped(x: Var, shape: tuple[int, ...]) -> Any:

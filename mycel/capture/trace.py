@@ -163,7 +163,7 @@ class Tracer(Record):
             yield
         except CaptureError as e:
             self.undo(before)
-            if _is_refused_by_torch(func, args, kwargs):
+            if not e.chosen_at and _is_refused_by_torch(func, args, kwargs):
                 raise MisfitError(e.what, file=e.file, line=e.line, text=e.text, hint=e.hint) from e
             raise
 
