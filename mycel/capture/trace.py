@@ -32,6 +32,7 @@ from mycel.ops import RULES, o
 from mycel.ops.opaque import encode, output_mask
 from mycel.ops.python_calls import PythonCall
 
+PLAIN_KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()  # not capturing
 TRACING: list[Tracer] = []  # captures under way, all of them of one thread
 CAPTURING = threading.RLock()  # of the thread that captures: it has torch do other things meanwhile
 KEY = Var("key", Type(torch.int64, ()))
@@ -253,6 +254,17 @@ class Tracer(Record):
                 return present
         values = torch.utils._pytree.tree_map(self._concrete_or_refuse(func), list(args))
         self.here()
+        by_arguments = self.differentiated and not self.is_step
+        if (
+            by_arguments
+            and _has_gradient(func, values, kwargs)
+            and any(self.concrete(x) is None for x in tensors_in(args))
+        ):
+            raise refuse(
+                f"{func} has a shape that depends on the values of its input: computed of these, its result would have "
+                "no gradient",
+                "an operator of a static shape, detach(), or mycel.island around the code that calls it",
+            )
         outs = func(*values, **kwargs)
         with self:
             return self.wrap(self.constant(outs) if isinstance(outs, torch.Tensor) else tuple(map(self.constant, outs)))
@@ -556,6 +568,23 @@ def _is_refused_by_torch(func: Any, args: Sequence[Any], kwargs: dict[str, Any])
         except Exception:
             return False
     return False
+
+
+def _has_gradient(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Has torch a derivative of its results by tensors of these values?"""
+    with _disable_current_modes(), torch._C._ForceDispatchKeyGuard(*PLAIN_KEYS), torch.enable_grad():
+        given = [
+            x.detach().clone().requires_grad_() if isinstance(x, torch.Tensor) and is_float(x.dtype) else x
+            for x in args
+        ]
+        inputs = [x for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
+        outs = func(*given, **kwargs) if inputs else ()
+        ends = [y for y in (outs if isinstance(outs, (list, tuple)) else (outs,)) if y.requires_grad]
+        try:
+            grads = torch.autograd.grad(ends, inputs, [*map(torch.ones_like, ends)], allow_unused=True) if ends else ()
+        except RuntimeError:  # it has none
+            return False
+    return any(g is not None for g in grads)
 
 
 def _nest(func: Any, args: Sequence[Any], out: Any) -> Any:
