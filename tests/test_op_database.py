@@ -219,9 +219,10 @@ def same_gradients(info, sample):
 
 
 def same_gradients_of(info, samples):
-    torch.default_generator.manual_seed(1)
-    for sample in itertools.islice(info.sample_inputs_func(info, "cpu", torch.float64, True), samples):
-        same_gradients(info, sample)
+    for dtype in {torch.float64, torch.complex128} & info.dtypes:
+        torch.default_generator.manual_seed(1)
+        for sample in itertools.islice(info.sample_inputs_func(info, "cpu", dtype, True), samples):
+            same_gradients(info, sample)
 
 
 @pytest.mark.slow
@@ -231,7 +232,14 @@ def test_gradients_are_those_of_autograd(info):
     same_gradients_of(info, 4)
 
 
-SURPRISING = ["_safe_softmax", "linear_cross_entropy", "lstsq", "pinv"]  # whose gradients a rule of their own has
+SURPRISING = [
+    "_safe_softmax",
+    "linear_cross_entropy",
+    "lstsq",
+    "pinv",
+    "logaddexp",
+    "rms_norm",
+]  # whose gradients a rule of their own has
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -172,7 +172,7 @@ def logsumexp_expand(x, *, dims, keepdim=False):
 
 def logsumexp_vjp(g, y, x, *, dims, keepdim=False):
     """g softmax(x)"""
-    return (o.mul(kept(g, x, dims, keepdim), o.exp(o.sub(x, kept(y, x, dims, keepdim)))),)
+    return (o.mul(kept(g, x, dims, keepdim), conj(o.exp(o.sub(x, kept(y, x, dims, keepdim))))),)
 
 
 @op(

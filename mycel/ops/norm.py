@@ -204,7 +204,8 @@ def rms_norm(x, w, *, ndim=1, eps=None):
 @captures(torch.nn.functional.rms_norm, torch.rms_norm)
 def _rms_norm(input, normalized_shape, weight=None, eps=None):
     check_normalized(input, normalized_shape, weight)
-    return rms_norm(input, weight, ndim=len(normalized_shape), eps=eps)
+    norm = rms_norm_expand if input.dtype.is_complex else rms_norm  # whose gradient is that of real numbers
+    return norm(input, weight, ndim=len(normalized_shape), eps=eps)
 
 
 @captures("aten._fused_rms_norm.default")

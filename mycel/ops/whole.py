@@ -54,7 +54,7 @@ def _lstsq(a, b, rcond=None, *, driver=None):
     if driver not in (None, "gelsy", "gels") or rcond is not None or b.ndim != a.ndim:
         return NotImplemented
     x = o.matmul(kept_whole("linalg_pinv.atol_rtol_float", a), b)
-    nothing = o.full(0.0, shape=(0,), dtype=a.dtype)
+    nothing = o.full(0.0, shape=(0,), dtype=a.dtype.to_real())
     if driver == "gels":
         overdetermined = a.shape[-2] > a.shape[-1]
         left = o.sum(o.square(o.abs(o.sub(o.matmul(a, x), b))), dims=(a.ndim - 2,)) if overdetermined else nothing
