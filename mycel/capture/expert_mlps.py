@@ -134,7 +134,8 @@ def _peeled(loops: Loops, y: Any, rows: int) -> tuple[Mlp, tuple[tuple[Op, Any],
     eqn = loops.of(y, o.mul, o.div)
     if eqn is None:
         return None
-    for x, f in (eqn.inputs, eqn.inputs[::-1])[: 2 if eqn.op is o.mul else 1]:
+    orders: Any = (eqn.inputs, eqn.inputs[::-1])[: 2 if eqn.op is o.mul else 1]
+    for x, f in orders:
         if _is_number(f) or (
             f.type.numel == rows and f.shape[-1] == 1
         ):  # one for each column would be as many, perhaps

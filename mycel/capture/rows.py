@@ -196,12 +196,12 @@ def _one_of_each(record: Record, op: Op, x: Var, mask: Var) -> Var:
     rows = record.rows[x]
     n, k = mask.type.numel, rows.mask.shape[-1]
     whether = record.producers.get(_unshaped(record, mask))
-    last = (rows.mask.ndim - 1,)
-    is_any = whether is not None and whether.op is o.any and whether.params["dims"] == last and rows.mask.ndim > 1
-    if not is_any or not _is_same(record, whether.inputs[0], rows.mask) or rows.spread or x.dtype == torch.bool:
+    asked = whether.inputs[0] if whether is not None and whether.op is o.any and rows.mask.ndim > 1 else None
+    is_any = asked is not None and whether is not None and whether.params["dims"] == (rows.mask.ndim - 1,)
+    if not is_any or not _is_same(record, asked, rows.mask) or rows.spread or x.dtype == torch.bool:
         raise refuse_rows(rows.source, f"{op.name} takes them, and rows that another mask chose")
-    every = all_of_chosen(record, x)
-    every = unmarked(record, x, x.shape) if every is None else every[0]
+    chosen = all_of_chosen(record, x)
+    every = unmarked(record, x, x.shape) if chosen is None else chosen[0]
     front, behind = x.shape[: rows.dim], x.shape[rows.dim + 1 :]
     holds = o.reshape(rows.mask, shape=(n, k, *(1 for _ in behind)))
     parts = o.where(holds, o.reshape(every, shape=(*front, n, k, *behind)), 0)
