@@ -7,15 +7,24 @@
 
 A case draws a body (products, convolutions, norms, recurrent cells, attention, lookups, experts), a loss of
 torch.nn.functional with its weights, smoothing, ignored targets and reduction, rows that need not divide, parts to
-accumulate over, a mesh and a plan: layouts of parameters, rows and sequence of the batch, ZeRO; some plans are those of
-stages of a pipeline, some keep on the host what they can.  On one device the loss is torch's own; on simulated ranks
-loss, new parameters, buffers and optimiser state are those of one device.  A case is right, refused with a reason,
-wrong, or fails with an exception that is none of Mycel's.
+accumulate over, a mesh and a plan: layouts of parameters, rows and sequence of the batch, ZeRO.  It is laid out
+
+    ranks     on these ranks
+    host      there, and all that can be is kept on the host
+    stages    in stages of a pipeline that begin anywhere
+    planned   as the planner decides it, for a CPU or a GPU that compiles, what else a plan may say drawn as well: what
+              backward computes again, levels of ZeRO by parameter, wide sums, exact codecs, two microbatches at once,
+              stages, the host
+
+On one device loss and new parameters are those of torch and its AdamW; on simulated ranks loss, new parameters, buffers
+and optimiser state are those of one device.  A case is right, refused with a reason, wrong, or fails with an exception
+that is none of Mycel's.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import random
 import sys
 import time
@@ -34,15 +43,15 @@ from torch.nn import functional as F
 import mycel
 from mycel.errors import IRError, MycelError
 from mycel.parts import ShardedModel
-from mycel.plan import CPU, Offload, Plan
-from mycel.plan.schedule import NAMED, named
+from mycel.plan import CPU, Offload, Plan, hardware
+from mycel.plan.schedule import NAMED, named, stages_a_rank
 from mycel.plan.stages import StepFlow
 from mycel.planning import Task, planned
 from mycel.run import interpret
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from distributing import OneDevice, compared, random_plan, start_values, step_equals, tensors
-from pipelining import local_program, pipeline_equals
+from pipelining import local_program, pipeline_equals, stages_equal
 
 CLASSES, WIDTH = 5, 6
 Loss = Callable[[torch.Tensor, dict[str, torch.Tensor]], torch.Tensor]
@@ -100,18 +109,41 @@ class Body(nn.Module):
     def _experts(self, x, ids):
         return self.inner(x[:, 0])
 
+    def _loop(self, x, ids):
+        return self.inner(x[:, 0])
+
 
 class Routed(nn.Module):
-    """Two of four experts for each row."""
+    """Some of two to seven experts for each row: any, or few of them have all rows."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.router = nn.Linear(WIDTH, 4)
-        self.up, self.down = nn.Parameter(torch.randn(4, 8, WIDTH) / 3), nn.Parameter(torch.randn(4, WIDTH, 8) / 3)
+        n = int(torch.randint(2, 8, ()))
+        self.router, self.chosen = nn.Linear(WIDTH, n), int(torch.randint(1, min(n, 4), ()))
+        self.router.bias.data += float(torch.randint(0, 3, ())) * 9 * torch.arange(n)
+        self.up, self.down = nn.Parameter(torch.randn(n, 8, WIDTH) / 3), nn.Parameter(torch.randn(n, WIDTH, 8) / 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, ids = self.router(x).softmax(-1).topk(self.chosen)
+        return x + mycel.experts(x, ids, weights, self.up, self.down, gate=F.gelu)
+
+
+class Loop(nn.Module):
+    """Two of three to five experts, which are modules in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        n = int(torch.randint(3, 6, ()))
+        self.router, mlp = nn.Linear(WIDTH, n), BODIES["mlp"]
+        self.experts = nn.ModuleList(mlp() for _ in range(n))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, ids = self.router(x).softmax(-1).topk(2)
-        return x + mycel.experts(x, ids, weights, self.up, self.down, gate=F.gelu)
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            y.index_add_(0, token, expert(x[token]) * weights[token, place, None])
+        return y
 
 
 BODIES: dict[str, Callable[[], nn.Module]] = {
@@ -127,15 +159,16 @@ BODIES: dict[str, Callable[[], nn.Module]] = {
     "gates": lambda: nn.Linear(WIDTH, 4),
     "causal": lambda: nn.Linear(WIDTH, 3 * WIDTH),
     "experts": Routed,
+    "loop": Loop,
 }
 
 
 # -- losses: scores[n,CLASSES] and what a batch holds -> a number or, without reduction, numbers
 
 
-def losses() -> dict[str, Loss]:
+def losses(dtype: torch.dtype) -> dict[str, Loss]:
     """All of torch.nn.functional's, with the options they have."""
-    weight = torch.linspace(0.2, 1.4, CLASSES, dtype=torch.float64)
+    weight = torch.linspace(0.2, 1.4, CLASSES, dtype=dtype)
     known: dict[str, Loss] = {}
     for reduction in ("mean", "sum", "none"):
         how: dict[str, Any] = {"reduction": reduction}
@@ -213,7 +246,7 @@ def losses() -> dict[str, Loss]:
     return known
 
 
-LOSSES = losses()
+LOSSES = {dtype: losses(dtype) for dtype in (torch.float64, torch.float32)}
 
 
 class Case(nn.Module):
@@ -221,10 +254,10 @@ class Case(nn.Module):
 
     def __init__(self, body: str, loss: str) -> None:
         super().__init__()
-        self.body, self.loss = Body(body), LOSSES[loss]
+        self.body, self.loss = Body(body), loss
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, **batch: torch.Tensor) -> torch.Tensor:
-        return self.loss(self.body(x, ids), batch).mean()
+        return LOSSES[x.dtype][self.loss](self.body(x, ids), batch).mean()
 
 
 def batch_of(rows: int, seed: int) -> dict[str, torch.Tensor]:
@@ -245,14 +278,15 @@ def batch_of(rows: int, seed: int) -> dict[str, torch.Tensor]:
 # -- one model under several plans
 
 PLANS = 4  # for each model: cases 4 i … 4 i + 3
-KINDS = ["ranks", "ranks", "ranks", "host", "stages"]
+KINDS = ["ranks", "ranks", "planned", "planned", "host", "stages"]
+GPU = hardware.KNOWN["H200"]
 SEQUENCE = ("x", "ids", "places")  # tensors of a batch that have a second dim to split
 
 
 def in_stages(one: OneDevice, written: Plan, rng: random.Random) -> None:
     """The step in stages that begin anywhere, under a schedule by chance, each stage laid out by the plan."""
     known, ranks = local_program(one, written), rng.randint(2, 3)
-    flow = StepFlow(known[0], one.made.body)
+    flow = StepFlow(known[0], one.unsharded.body)
     schedule = named(rng.choice([*NAMED]), ranks, flow.body.length)
     if schedule.stages > len(flow.units):
         schedule = named("1f1b", min(ranks, len(flow.units)), flow.body.length)
@@ -261,11 +295,58 @@ def in_stages(one: OneDevice, written: Plan, rng: random.Random) -> None:
 
 def with_host(one: OneDevice, written: Plan) -> None:
     """The step whose ranks keep on the host all that can be there."""
-    inputs, gathered = ShardedModel(one.model, one.optimizer, written).given(one.made)
-    task = Task(one.made.program, one.made.body, CPU, False, inputs, gathered)
+    inputs, gathered = ShardedModel(one.model, one.optimizer, written).given(one.unsharded)
+    task = Task(one.unsharded.program, one.unsharded.body, CPU, False, inputs, gathered)
     lowered = planned(task, replace(written, offload=Offload("host", "host", "host", "host")))[1]
     assert lowered.spread is not None
-    compared(one.made.program, lowered.spread, written.mesh, start_values(one), lowered.program)
+    compared(one.unsharded.program, lowered.spread, written.mesh, start_values(one), lowered.program)
+
+
+def as_planned(one: OneDevice, written: Plan, parts: int, rng: random.Random) -> None:
+    """The step as the planner decides it for a CPU, or for a GPU on which it is compiled."""
+    plan = more_by_chance(one.model, written, parts, rng)
+    if plan.compress:
+        one = in_single(one, plan, parts)
+    compiled = rng.random() < 0.5
+    given = ShardedModel(one.model, one.optimizer, plan.inside).given(one.unsharded)
+    task = Task(one.unsharded.program, one.unsharded.body, GPU if compiled else CPU, compiled, *given)
+    done = planned(task, plan)[1]
+    mesh = plan.inside.mesh
+    if done.pipeline is not None:
+        stages_equal(one, done.pipeline.programs, done.spread, mesh)
+    elif done.spread is not None:
+        compared(one.unsharded.program, done.spread, mesh, start_values(one), done.program)
+
+
+def more_by_chance(model: nn.Module, written: Plan, parts: int, rng: random.Random) -> Plan:
+    """A plan with some of what else it may say."""
+    more: dict[str, Any] = {"recompute": rng.choice(["auto", "none", "full"]), "microbatches": parts}
+    names = [name for name, p in model.named_parameters()]
+    if written.zero and rng.random() < 0.5:
+        more["levels"] = {name: rng.randint(0, written.zero) for name in names if rng.random() < 0.5}
+    if rng.random() < 0.3:
+        more["sums"] = rng.choice(["fp32", "added in fp32"])
+    axes = [axis for axis in written.batch_axes() if axis in written.mesh]
+    if axes and rng.random() < 0.2:
+        matrices = [name for name, p in model.named_parameters() if p.ndim == 2]
+        more["compress"] = {rng.choice(axes): dict.fromkeys(matrices, "fp32")}
+    if parts % 2 == 0 and rng.random() < 0.4:
+        more["at_once"] = 2
+    elif rng.random() < 0.3:
+        more["offload"] = Offload(*(rng.choice(["host", "auto", "none"]) for _ in range(4)))
+    if parts > 1 and rng.random() < 0.5:
+        more["schedule"] = rng.choice([*NAMED])
+        more["stages"] = stages_a_rank(more["schedule"]) * 2
+    return replace(written, **more)
+
+
+def in_single(one: OneDevice, plan: Plan, parts: int) -> OneDevice:
+    """The step in 32 bits, of which a codec of 32 loses nothing, with the gradients that a plan compresses."""
+    model = copy.deepcopy(one.model).float()
+    batch = {name: x.float() if x.is_floating_point() else x for name, x in one.batch.items()}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    step = mycel.train_step(model, optimizer, plan=plan, accumulate=parts, compile=False)
+    return OneDevice(model, batch, optimizer, step.unsharded(**batch))
 
 
 def plan_by_chance(model: nn.Module, batch: dict[str, torch.Tensor], rng: random.Random, most: int) -> Plan:
@@ -282,7 +363,7 @@ def tried(model_number: int, only: int | None = None) -> Iterator[tuple[int, str
     """For each plan its case, a verdict (right, refused, wrong or failed), what the case was and what it said."""
     rng = random.Random(model_number)
     torch.manual_seed(model_number)
-    body, loss = rng.choice([*BODIES]), rng.choice([*LOSSES])
+    body, loss = rng.choice([*BODIES]), rng.choice([*LOSSES[torch.float64]])
     rows, parts = rng.choice([4, 6, 7, 8, 12]), rng.choice([1, 1, 1, 2, 3])
     parts = parts if rows % parts == 0 and body != "batch_norm" else 1  # parts of a batch have norms of their own
     model = Case(body, loss).double()
@@ -300,6 +381,8 @@ def tried(model_number: int, only: int | None = None) -> Iterator[tuple[int, str
                 in_stages(one, written, random.Random(number))
             elif kind == "host":
                 with_host(one, written)
+            elif kind == "planned":
+                as_planned(one, written, parts, random.Random(number))
             else:
                 step_equals(one, written)
         except AssertionError:
@@ -315,12 +398,28 @@ def tried(model_number: int, only: int | None = None) -> Iterator[tuple[int, str
 
 
 def on_one_device(model: nn.Module, batch: dict[str, torch.Tensor], parts: int) -> OneDevice:
-    """The step on one device, whose loss is torch's."""
-    wanted = model(**batch).detach()
+    """The step on one device, whose loss and new parameters are torch's."""
+    wanted = model(**batch)
     one = OneDevice.of(model, batch, accumulate=parts)
-    loss = interpret(one.made.program, start_values(one))[0]
-    assert torch.allclose(loss, wanted, rtol=1e-8, atol=1e-8, equal_nan=True), f"{loss.item()}, torch {wanted.item()}"
+    program, values = one.unsharded.program, start_values(one)
+    state = {str(program.role(v)): x.clone() for v, x in zip(program.inputs, values, strict=True)}
+    results = interpret(program, values)
+    news = dict(zip(program.updates, results[len(program.results) :], strict=True))
+    as_torch("the loss", results[0], wanted.detach())
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=0.01, betas=(0.01, 0.01), eps=0.01, weight_decay=0.01)
+    for name, p in twin.named_parameters():
+        optimizer.state[p] = {k: state[f"state {k} of {name}"] for k in ("exp_avg", "exp_avg_sq", "step")}
+    twin(**batch).backward()
+    optimizer.step()
+    for name, p in twin.named_parameters():
+        as_torch(name, news[f"model.{name}"], p.detach())
     return one
+
+
+def as_torch(name: str, x: torch.Tensor, wanted: torch.Tensor) -> None:
+    close = torch.allclose(x, wanted, rtol=1e-8, atol=1e-8, equal_nan=True)
+    assert close, f"{name} on one device is not torch's: {x.flatten()[:4].tolist()}, {wanted.flatten()[:4].tolist()}"
 
 
 def main() -> None:

@@ -140,20 +140,6 @@ class Loop(nn.Module):
             y.index_add_(0, token, expert(x[token]) * weights[token, place, None])
         return y
 
-    def scaled(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        y = torch.zeros_like(x)
-        for i, expert in enumerate(self.experts):
-            token, place = torch.where(ids == i)
-            y.index_add_(0, token, 2.5 * expert(x[token]) * weights[token, place, None], alpha=-0.5)
-        return y
-
-    def two_masks(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        y = torch.zeros_like(x)
-        for i, expert in enumerate(self.experts):
-            chosen = (ids == i).any(-1)
-            y[chosen] += expert(x[chosen]) * weights[ids == i].unsqueeze(-1)
-        return y
-
     def in_place(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         y = torch.zeros_like(x)
         for i, expert in enumerate(self.experts):
@@ -330,6 +316,62 @@ class Loop(nn.Module):
         for i, expert in enumerate(self.experts):
             y[places[i], :] = expert(x[places[i], :])
         return y * best.view(-1, 1)
+
+    def half(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """With numbers beside the weights: one that is given, one that is trained, one for each token."""
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            rows = self.router.bias[0] * expert(x[token]) / weights.norm(dim=-1)[token, None]
+            y.index_add_(0, token, rows * weights[token, place, None], alpha=0.5)
+        return y
+
+    def half_masked(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mask = ids[:, 0] == i
+            y[mask] += 0.5 * expert(x[mask]) * weights[mask, 0, None]
+        return y
+
+    def both_masks(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Tokens by one mask, weights by another that holds once for each of them."""
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mask = (ids == i).any(-1)
+            if mask.any():
+                y[mask] += expert(x[mask]) * weights[ids == i].unsqueeze(-1)
+        return y
+
+    def weights_added(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mask, weight = (ids == i).any(-1), (weights * (ids == i)).sum(-1)
+            y[mask] += expert(x[mask]) * weight[mask].unsqueeze(-1)
+        return y
+
+    def both_masks_places(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The same at places."""
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token = (ids == i).any(-1).nonzero().squeeze(-1)
+            y.index_add_(0, token, expert(x[token]) * weights[ids == i][:, None])
+        return y
+
+    def stretched(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """A weight for each column: for two tokens, as many as there are rows."""
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, _ = torch.where(ids == i)
+            y.index_add_(0, token, expert(x[token]) * self.router.weight[0])
+        return y
+
+    def stretched_masked(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The same for four tokens."""
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mask = ids[:, 0] == i
+            y[mask] = expert(x[mask]) * self.router.weight[0]
+        return y
 
     def weighed_before(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """What an expert gets is weighed, not what it gives."""

@@ -24,7 +24,7 @@ def same_as_torch(model: nn.Module, x: torch.Tensor) -> None:
         torch.testing.assert_close(grads[name], torch.zeros_like(p) if p.grad is None else p.grad)
 
 
-ADDED = ["added", "in_place", "in_place_behind", "put", "scattered", "scattered_repeated", "mixtral", "scaled"]
+ADDED = ["added", "in_place", "in_place_behind", "put", "scattered", "scattered_repeated", "mixtral"]
 
 
 @pytest.mark.parametrize("how", ADDED)
@@ -50,7 +50,8 @@ def test_a_loop_that_writes_where_a_mask_holds_is_one_operator(how):
     same_as_torch(model, x)
 
 
-WAYS = ["continued", "length_asked", "counted", "hit", "hit_numbers", "unique", "tutorial", "unweighted", "overwritten"]
+WAYS = ["continued", "length_asked", "counted", "hit", "hit_numbers", "unique", "tutorial", "unweighted", "overwritten",
+        "half", "half_masked", "both_masks", "weights_added"]  # fmt: skip
 
 
 @pytest.mark.parametrize("how", WAYS)
@@ -63,6 +64,22 @@ def test_ways_to_write_a_loop(how, recwarn):
     assert "experts" in names and not names & {"cond", "index_add", "index_put"}
     assert sum(e.op.name == "linear" for _, e in walk(program)) == 1  # the router
     assert not [w for w in recwarn if "computes every one" in str(w.message)]
+    same_as_torch(model, x)
+
+
+@pytest.mark.parametrize("tokens", [2, 3, 4])
+def test_a_loop_over_few_tokens(tokens):
+    model, x = Loop("whichever"), torch.randn(tokens, 4, dtype=torch.float64)
+    assert "experts" in operators(mycel.capture(model, x))
+    same_as_torch(model, x)
+
+
+@pytest.mark.parametrize("how, tokens", [("stretched", 2), ("stretched_masked", 4), ("both_masks_places", 6)])
+@pytest.mark.filterwarnings("ignore:the rows that are picked here")
+def test_weights_that_are_none_of_rows_stay_as_they_are(how, tokens):
+    """Also where there are as many columns as rows."""
+    model, x = Loop(how), torch.randn(tokens, 4, dtype=torch.float64)
+    assert "experts" not in operators(mycel.capture(model, x))
     same_as_torch(model, x)
 
 
@@ -101,7 +118,7 @@ def test_a_loop_that_does_more_stays_as_it_is(how):
     same_as_torch(model, x)
 
 
-@pytest.mark.parametrize("how", ["sorted_rows", "full_experts", "copied", "two_masks"])
+@pytest.mark.parametrize("how", ["sorted_rows", "full_experts", "copied"])
 def test_a_loop_that_is_refused_is_told_how_to_write_it(how):
     with pytest.raises(CaptureError, match=r"experts\.py:\d+\n(.|\n)*try       for a loop over experts .*mycel\.exp"):
         mycel.capture(Loop(how), torch.randn(6, 4, dtype=torch.float64))

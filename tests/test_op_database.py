@@ -1,5 +1,5 @@
 """torch's own operator database through capture: every operator gives what eager torch gives, or is refused for a
-reason listed here."""
+reason listed here; and the gradients that torch's autograd gives."""
 
 from __future__ import annotations
 
@@ -168,3 +168,94 @@ def test_is_eager_torch(info):
 @pytest.mark.parametrize("info", [c for c in CASES if c.values[0].inplace_variant])
 def test_in_place_is_eager_torch(info):
     compare(info, info.inplace_variant, REFUSED_IN_PLACE)
+
+
+# -- gradients
+
+NO_GRADIENT = {  # operators that torch's autograd has another gradient of than their results have
+    "native_layer_norm": "torch drops the cotangents of mean and deviation",
+    "native_batch_norm": "torch drops the cotangents of mean and deviation",
+    "_native_batch_norm_legit": "torch drops the cotangents of mean and deviation",
+    "_batch_norm_with_update": "torch drops the cotangents of mean and deviation",
+}
+DIFFERENTIABLE = [
+    c
+    for c in CASES
+    if torch.float64 in c.values[0].dtypes
+    and c.values[0].supports_autograd
+    and c.values[0].name not in REFUSED | NO_GRADIENT | dict.fromkeys(RANDOM)
+]
+
+
+def number_of(results):
+    """A number that depends on all that is differentiable of some results."""
+    total = torch.zeros((), dtype=torch.float64)
+    for i, x in enumerate(tree_leaves(results)):
+        if isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex()):
+            x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+            total = total + (x * (torch.arange(x.numel(), dtype=x.dtype) * 0.7 + i).cos().reshape(x.shape)).sum()
+    return total
+
+
+def same_gradients(info, sample):
+    def processed(first, *args, **kwargs):
+        process = sample.output_process_fn_grad or (lambda results: results)
+        return process(info.op(first, *args, **kwargs))
+
+    call, tensors = prepared(processed, sample)
+    at = tuple(i for i, x in enumerate(tensors) if x.requires_grad)
+    wanted = number_of(call(*tensors)) if at else None
+    if wanted is None or not wanted.requires_grad or draws(info, sample):
+        return
+    grads = torch.autograd.grad(wanted, [tensors[i] for i in at], allow_unused=True)
+    value, ours = mycel.value_and_grad(lambda *xs: number_of(call(*xs)), argnums=at, strict=True)(
+        *(x.detach() for x in tensors)
+    )
+    close = {"rtol": 1e-6, "atol": 1e-7, "equal_nan": True, "check_stride": False}
+    torch.testing.assert_close(value, wanted.detach(), **close)
+    for i, g, want in zip(at, ours, grads, strict=True):
+        want = torch.zeros_like(tensors[i]) if want is None else want
+        torch.testing.assert_close(g.resolve_conj(), want.resolve_conj(), **close)
+
+
+def same_gradients_of(info, samples):
+    for dtype in {torch.float64, torch.complex128} & info.dtypes:
+        torch.default_generator.manual_seed(1)
+        for sample in itertools.islice(info.sample_inputs_func(info, "cpu", dtype, True), samples):
+            same_gradients(info, sample)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("info", DIFFERENTIABLE)
+def test_gradients_are_those_of_autograd(info):
+    same_gradients_of(info, 4)
+
+
+SURPRISING = [
+    "_safe_softmax",
+    "linear_cross_entropy",
+    "lstsq",
+    "pinv",
+    "logaddexp",
+    "rms_norm",
+]  # whose gradients a rule of their own has
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("info", [c for c in DIFFERENTIABLE if any(name in c.id for name in SURPRISING)])
+def test_gradients_of_some_operators(info):
+    same_gradients_of(info, 2)
+
+
+def test_what_is_computed_of_values_has_no_gradient_to_lose():
+    """Its shape depends on values: as torch's own code it keeps its gradient, else it is refused."""
+    a, b = torch.randn(4, 3, dtype=torch.float64, requires_grad=True), torch.randn(4, 2, dtype=torch.float64)
+
+    def solved(a, b):
+        return torch.linalg.lstsq(a, b, driver="gelsd").solution.sin().sum()
+
+    with pytest.raises(CaptureError, match="its result would have no gradient"):
+        mycel.grad(solved, strict=True)(a.detach(), b)
+    with pytest.warns(UserWarning, match="runs as plain Python"):
+        torch.testing.assert_close(mycel.grad(solved)(a.detach(), b), torch.autograd.grad(solved(a, b), a)[0])

@@ -3,8 +3,10 @@ ranks is that of one device."""
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,3 +85,12 @@ def test_cross_entropies_under_plans_by_chance(form):
         step_equals(one, Plan(Mesh(dp=4), batch=["dp"]))
         step_equals(one, Plan(Mesh(dp=2, tp=3), {"linear.weight": ["tp", "-"], "linear.bias": ["tp"]}, ["dp"]))
         step_equals(one, random_plan(tensors(model), 1, rng))
+
+
+def test_some_cases_of_the_sweep():
+    """One model of bench/sweep_plans.py, on ranks and as the planner decides it."""
+    spec = importlib.util.spec_from_file_location("sweep_plans", Path(__file__).parent.parent / "bench/sweep_plans.py")
+    sweep = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sweep)
+    outcomes = list(sweep.tried(5))
+    assert [verdict for _, verdict, _ in outcomes] == ["right"] * sweep.PLANS, outcomes

@@ -21,16 +21,15 @@ All else stays as it was traced.  Loops that write where a mask holds are in `ex
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from mycel.capture.expert_masks import CHOICES, MaskedLoops
-from mycel.capture.expert_mlps import Mlp, mlp_of
+from mycel.capture.expert_mlps import Mlp, weighed_mlp
 from mycel.ir import Atom, Block, Builder, Eqn, Program, Var, call, cond, prune, substitute
 from mycel.ops import o
 
@@ -57,15 +56,9 @@ class Arm:
     tokens: torch.Tensor  # of all rows
     mlp: Mlp
     weight: Var | None  # None: 1
-    scale: float  # of the weights
     adds: bool  # to what is there; else it stands in its place
     source: str  # where its rows are picked
     branch: OpenBranch | None  # that it stands in
-
-    @property
-    def way(self) -> Any:
-        """What is the same for all arms of a layer."""
-        return self.mlp.kind, self.weight, self.scale, self.adds
 
 
 @dataclass(frozen=True)
@@ -255,6 +248,15 @@ class Loops:
                 values[v] = self._add(replace(eqn, inputs=inputs, outputs=outs))[i]
         return values[x]
 
+    def computed(self, place: Var, compute: Callable[[], Any]) -> Any:
+        """What a function of operators gives, written where this value is made."""
+        with Builder(beside=self.b) as b:
+            b.at(self.producers[place][0])
+            x = compute()
+        for eqn in b.eqns:
+            self._add(eqn)
+        return self._value(x)
+
     # -- arms
 
     def merged(self, lines: set[str]) -> Block:
@@ -350,28 +352,11 @@ class Loops:
         rows = self.plain(self.again(rows, values))
         if tokens is None or out.ndim != 2:
             return None
-        rows, last = self._unscaled(rows)
-        product = self.of(rows, o.mul)
-        for y, weight in [*((product.inputs, product.inputs[::-1]) if product is not None else ()), (rows, None)]:
-            unscaled, first = self._unscaled(y)
-            mlp = mlp_of(self, unscaled)
-            if mlp is None or (weight is not None and not isinstance(weight, Var)):
-                continue
-            if weight is None or weight.type.numel == tokens.numel():
-                flat, scale = self.flat(keep), first * last
-                return Arm(out, before, flat, tokens.reshape(-1), mlp, weight, scale, adds, chosen.source, branch)
-        return None
-
-    def _unscaled(self, rows: Any) -> tuple[Any, float]:
-        """Rows without the products by numbers that are made of them last, and these numbers' product."""
-        scale = 1.0
-        while (product := self.of(rows, o.mul)) is not None:
-            numbers = [x for x in product.inputs if isinstance(x, (int, float))]
-            factors = [x for x in product.inputs if isinstance(x, Var)]
-            if not numbers or not factors:
-                break
-            scale, rows = scale * math.prod(numbers), self.plain(factors[0])
-        return rows, scale
+        weighed = weighed_mlp(self, rows, tokens.numel())
+        if weighed is None:
+            return None
+        flat = self.flat(keep)
+        return Arm(out, before, flat, tokens.reshape(-1), *weighed, adds, chosen.source, branch)
 
     def flat(self, mask: Any) -> Any:
         """A mask without what only tells whether numbers are not zero."""
@@ -388,7 +373,7 @@ class Loops:
         reads = 2 if is_put and last.adds else 1  # y[token] += … reads y as well
         if len(chain) < 2 or any(uses[arm.out] != reads for arm in chain[:-1]):
             return False
-        if any(arm.way != first.way for arm in chain):
+        if any((arm.mlp.kind, arm.weight, arm.adds) != (first.mlp.kind, first.weight, first.adds) for arm in chain):
             return False
         tokens = last.out.shape[0]
         routed = self.routed(first, tokens, len(chain))
@@ -504,10 +489,9 @@ class Loops:
     def weights_of(self, arm: Arm, routed: Routed) -> Any:
         """By token and choice."""
         if arm.weight is None:
-            return o.full(arm.scale, shape=routed.shape, dtype=arm.mlp.x.dtype)
-        picked = self.all_weights(arm, routed)
-        weights = routed.in_order(arm.weight) if picked is None else shaped(picked, routed.shape)
-        return weights if arm.scale == 1 else o.mul(weights, arm.scale)
+            return o.full(1.0, shape=routed.shape, dtype=arm.mlp.x.dtype)
+        weights = self.all_weights(arm, routed)
+        return routed.in_order(arm.weight) if weights is None else shaped(weights, routed.shape)
 
     @contextlib.contextmanager
     def writing(self, place: Var) -> Iterator[None]:
@@ -541,11 +525,14 @@ class Loops:
 
 
 def extreme_choices(shape: tuple[int, ...], e: int, experts: int) -> Iterator[torch.Tensor]:
-    """Choices that are all of expert e, and one of them alone: what asks how many there are differs here."""
+    """Choices that are all of expert e, one of them alone, and half of them: what asks how many there are differs
+    here."""
     yield torch.full(shape, e)
     alone = torch.full(shape, (e - 1) % experts)
     alone.view(-1)[0] = e
     yield alone
+    g = torch.Generator().manual_seed(e)
+    yield torch.randint(experts, shape, generator=g).where(torch.rand(shape, generator=g) < 0.5, e)
 
 
 def shaped(x: Var, shape: tuple[int, ...]) -> Any:

@@ -9,7 +9,8 @@ tokens and choices.  A mask is computed for some ids; which choices these are th
 
     ids[:, j] == e           a choice each; arms of several j are several choices of a layer
     ids.flatten() == e       each token and choice is a row: a layer of one choice
-    (ids == e).any(-1)       whichever choice; weights are column e of all weights
+    (ids == e).any(-1)       whichever choice; weights are column e of all weights, or those of the choices, whatever
+                             they are picked by: computed for some ids and weights
 
 An arm may stand in a branch that asks whether its mask holds anywhere (`if mask.any()`).  Where arms overwrite rows
 (`y[mask] = …`) a row must have one choice, so that one arm writes it.
@@ -17,20 +18,20 @@ An arm may stand in a branch that asks whether its mask holds anywhere (`if mask
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mycel.capture.expert_mlps import Mlp, mlp_of
+from mycel.capture.expert_mlps import Mlp, weighed_mlp
 from mycel.ir import Eqn, Var
 from mycel.ops import o
 
 if TYPE_CHECKING:
     from mycel.capture.expert_loops import Loops, OpenBranch
 
-PROBES, FEW, MANY = 8, 2, 4096  # random choices for which masks are computed: fewer, where each is of many tokens
+FEW, ROWS = 2, 64  # random choices for which masks are computed, and tokens of these at least
 CHOICES = ((o.topk, 1), (o.argmax, 0), (o.max_dim, 1))  # which result of which operator says who is chosen
 ANY, FLAT = "any", "flat"  # of choices; or the number of the choice that is compared
 
@@ -56,14 +57,21 @@ class MaskedArm:
 
 @dataclass(frozen=True)
 class Choices:
-    """Ids of a topk or argmax, `k` for each token, and values of them for which masks are computed: by chance, and one
-    expert for all."""
+    """Ids of a topk or argmax, `k` for each token, and values of them for which masks are computed: every expert for a
+    token, and by expert those that tell which of its choices a mask holds for."""
 
     ids: Var
     experts: int
     k: int
-    probes: tuple[dict[Var, Any], ...]
-    all_to: tuple[dict[Var, Any], ...]
+    every: tuple[dict[Var, Any], ...]
+    of: dict[int, list[dict[Var, Any]]]
+
+    @staticmethod
+    def probed(ids: Var, experts: int, k: int) -> Choices:
+        rows = ids.type.numel // k
+        firsts = (torch.arange(i, i + rows) % experts for i in range(0, experts, rows))
+        every = tuple({ids: first[:, None].expand(-1, k).reshape(ids.shape)} for first in firsts)
+        return Choices(ids, experts, k, every, {})
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -73,6 +81,25 @@ class Choices:
         """Where a mask of this kind holds."""
         hit = ids.reshape(self.shape) == e
         return hit.any(1) if which == ANY else hit.reshape(-1) if which == FLAT else hit[:, which]
+
+    def of_expert(self, e: int) -> list[dict[Var, Any]]:
+        """Ids by which kinds of masks of an expert differ: all its own, none, one, and half of them by chance."""
+        if e not in self.of:
+            self.of[e] = [{self.ids: ids.reshape(self.ids.shape)} for ids in self._of_expert(e)]
+        return self.of[e]
+
+    def _of_expert(self, e: int) -> Iterator[torch.Tensor]:
+        other, (rows, k) = (e - 1) % self.experts, self.shape
+        yield torch.full(self.shape, e)
+        yield torch.full(self.shape, other)
+        for j in range(k):
+            alone = torch.full(self.shape, other)
+            alone[0, j] = e
+            yield alone
+        g = torch.Generator().manual_seed(e)
+        for _ in range(FEW + ROWS // rows):
+            ids = torch.randint(self.experts, self.shape, generator=g)
+            yield ids.where(torch.rand(self.shape, generator=g) < 0.5, e)
 
 
 class MaskedLoops:
@@ -114,16 +141,11 @@ class MaskedLoops:
             if self.loops.plain(self.chosen[mask].get(self.loops.plain(old))) == self.loops.plain(before):
                 rows, adds = self.loops.plain(new), True
         rows = self.loops.plain(self.loops.again(rows, dict(self.chosen[mask])))
-        product = self.loops.of(rows, o.mul)
-        pairs = [*((product.inputs, product.inputs[::-1]) if product is not None else ()), (rows, None)]
-        for y, weight in pairs:
-            mlp = mlp_of(self.loops, y)
-            weight = self.loops.plain(weight)
-            if mlp is not None and (
-                weight is None or (isinstance(weight, Var) and weight.type.numel == mask.type.numel)
-            ):
-                return MaskedArm(out, before, mask, adds, mlp, weight, branch, eqn.source)
-        return None
+        weighed = weighed_mlp(self.loops, rows, mask.type.numel)
+        if weighed is None:
+            return None
+        mlp, weight = weighed
+        return MaskedArm(out, before, mask, adds, mlp, self.loops.plain(weight), branch, eqn.source)
 
     # -- what masks hold for
 
@@ -150,52 +172,40 @@ class MaskedLoops:
 
     def _choices(self, mask: Var) -> Iterator[Choices]:
         """The choices that a mask is made of."""
-        waiting, seen = [mask], set[Var]()
-        while waiting:
-            x = waiting.pop(0)
-            if x in seen:
-                continue
-            seen.add(x)
+        for x in self._made_of(mask):
             eqn, i = self.loops.producers.get(x, (None, 0))
             if eqn is not None and (eqn.op, i) in CHOICES:
                 scores: Any = eqn.inputs[0]
                 if eqn.params.get("dim") == scores.ndim - 1:
-                    yield self._probed(x, scores.shape[-1], x.shape[-1] if eqn.op is o.topk else 1)
-            waiting += eqn.vars if eqn is not None else ()
-
-    def _probed(self, ids: Var, experts: int, k: int) -> Choices:
-        g, shape = torch.Generator().manual_seed(0), tuple(ids.shape)
-        count = PROBES if ids.type.numel < MANY else FEW
-        probes = tuple({ids: torch.randint(experts, shape, generator=g)} for _ in range(count))
-        return Choices(ids, experts, k, probes, tuple({ids: torch.full(shape, e)} for e in range(experts)))
+                    yield Choices.probed(x, scores.shape[-1], x.shape[-1] if eqn.op is o.topk else 1)
 
     def _kind(self, arm: MaskedArm, choices: Choices) -> tuple[Any, int] | None:
         """Which choices of which expert an arm's mask holds for."""
-        masks = [mask for values in choices.probes if (mask := self._held(arm, values)) is not None]
-        given = [values[choices.ids] for values in choices.probes]
-        if len(masks) < len(given):
+        (rows, k), size = choices.shape, arm.mask.type.numel
+        kinds: list[Any] = [FLAT] if size == rows * k and k > 1 else []
+        kinds += [*range(k), *([ANY] if k > 1 else [])] if size == rows else []
+        e = self._expert(arm, choices) if kinds else None
+        if e is None:
             return None
-        rows, k = choices.shape
-        kinds: list[Any] = [FLAT] if arm.mask.type.numel == rows * k and k > 1 else []
-        kinds += [*range(k), *([ANY] if k > 1 else [])] if arm.mask.type.numel == rows else []
         for which in kinds:
-            e = self._expert(masks, given, which, choices)
-            if e is None or not all(
-                torch.equal(mask, choices.held(ids, which, e)) for mask, ids in zip(masks, given, strict=True)
-            ):
-                continue
-            all_and_none = (choices.all_to[e], choices.all_to[e - 1])
-            held = [self._held(arm, values) for values in all_and_none]
-            if all(x is not None and bool(x.all() if i == 0 else not x.any()) for i, x in enumerate(held)):
-                return (which, e) if self._holds_for_one(arm, which, e, choices) else None
+            if all(self._is_held(arm, which, e, values, choices) for values in choices.of_expert(e)):
+                return which, e
         return None
 
-    def _holds_for_one(self, arm: MaskedArm, which: Any, e: int, choices: Choices) -> bool:
-        """Is it the same where a single token chooses the expert?  A branch may ask for more."""
-        alone = torch.full(choices.shape, (e - 1) % choices.experts)
-        alone[0, which if isinstance(which, int) else 0] = e
-        held = self._held(arm, {choices.ids: alone.reshape(tuple(choices.ids.shape))})
-        return held is not None and torch.equal(held, choices.held(alone, which, e))
+    def _expert(self, arm: MaskedArm, choices: Choices) -> int | None:
+        """The expert for whose tokens a mask holds, where each token has one."""
+        experts: set[int] = set()
+        for values in choices.every:
+            mask = self._held(arm, values)
+            if mask is None:
+                return None
+            ids = values[choices.ids].reshape(choices.shape)
+            experts.update((ids.reshape(-1) if len(mask) == ids.numel() else ids[:, 0])[mask].tolist())
+        return experts.pop() if len(experts) == 1 else None
+
+    def _is_held(self, arm: MaskedArm, which: Any, e: int, values: dict[Var, Any], choices: Choices) -> bool:
+        mask = self._held(arm, values)
+        return mask is not None and torch.equal(mask, choices.held(values[choices.ids], which, e))
 
     def _held(self, arm: MaskedArm, values: dict[Var, Any]) -> torch.Tensor | None:
         """An arm's mask for some ids; None where it depends on others, or the branch around it asks something else."""
@@ -204,16 +214,6 @@ class MaskedLoops:
             return None
         flat: torch.Tensor = mask.reshape(-1)
         return flat
-
-    def _expert(self, masks: list[Any], given: list[Any], which: Any, choices: Choices) -> int | None:
-        """The expert that is common to all rows for which a mask of this kind holds."""
-        common: set[int] | None = None
-        for mask, ids in zip(masks, given, strict=True):
-            table = ids.reshape(-1, 1) if which == FLAT else ids.reshape(choices.shape)
-            held = table[mask] if which in (ANY, FLAT) else table[mask][:, [which]]
-            for row in held[:2].tolist():
-                common = set(row) if common is None else common & set(row)
-        return common.pop() if common is not None and len(common) == 1 else None
 
     # -- the operator
 
@@ -226,14 +226,11 @@ class MaskedLoops:
         loops, mlps = self.loops, [arms[columns[0], e].mlp for e in range(choices.experts)]
         with loops.writing(last.out):
             table = o.reshape(choices.ids, shape=choices.shape)
-            if columns[0] == ANY:
-                ids = table
-                by_choice = [o.gather(o.reshape(weights[0], shape=(n, choices.experts)), table, dim=1)]
+            if columns[0] != ANY:
+                ids = o.reshape(table, shape=(n, 1)) if columns[0] == FLAT else self._columns(table, columns)
             else:
-                flat = lambda x: o.reshape(x, shape=(n, 1))
-                ids = flat(table) if columns[0] == FLAT else self._columns(table, columns)
-                ones = lambda: o.full(1.0, shape=(n, 1), dtype=first.mlp.x.dtype)
-                by_choice = [ones() if w == 1 else flat(w) for w in weights]
+                ids = table
+            by_choice = [w() for w in weights if w is not None]
             weight = by_choice[0] if len(by_choice) == 1 else o.cat(*by_choice, dim=1)
             y = loops.layer(mlps, first.mlp.x, ids, weight)
             y = y if tuple(y.shape) == tuple(last.out.shape) else o.reshape(y, shape=tuple(last.out.shape))
@@ -248,12 +245,24 @@ class MaskedLoops:
         parts = [o.slice(table, dim=1, start=j, stop=j + 1) for j in columns]
         return parts[0] if len(parts) == 1 else o.cat(*parts, dim=1)
 
-    def _weights(self, arms: list[MaskedArm], which: Any, choices: Choices) -> Any:
-        """The weight of each row, the same for all experts: a Var, 1 where there is none; of ANY choice all weights, of
-        which an arm has its expert's column.  None: it is neither."""
-        weights = [arm.weight for arm in arms]
+    def _weights(self, arms: list[MaskedArm], which: Any, choices: Choices) -> Callable[[], Any] | None:
+        """What writes the weights of rows, by choice; None: they are none that all experts have in common."""
+        weights, rows = [arm.weight for arm in arms], arms[0].mask.type.numel
         if which != ANY:
-            return (1 if weights[0] is None else weights[0]) if len(set(weights)) == 1 else None
+            if len(set(weights)) > 1:
+                return None
+            if weights[0] is None:
+                return lambda: o.full(1.0, shape=(rows, 1), dtype=arms[0].mlp.x.dtype)
+            return lambda: o.reshape(weights[0], shape=(rows, 1))
+        table, every = choices.shape, self._every_column(weights, choices)
+        if every is not None:
+            ids = choices.ids
+            return lambda: o.gather(o.reshape(every, shape=(rows, choices.experts)), o.reshape(ids, shape=table), dim=1)
+        picked = self._picked_weights(weights, choices)
+        return None if picked is None else lambda: o.reshape(picked, shape=table)
+
+    def _every_column(self, weights: list[Var | None], choices: Choices) -> Any:
+        """The weights of all experts, of which each arm has its expert's column."""
         picked = [self.loops.of(w, o.select) for w in weights]
         if any(p is None for p in picked):
             return None
@@ -262,3 +271,35 @@ class MaskedLoops:
         source: Any = sources.pop()
         fits = not sources and source.shape[-1] == choices.experts
         return source if fits and places == [(source.ndim - 1, e) for e in range(choices.experts)] else None
+
+    def _picked_weights(self, weights: list[Var | None], choices: Choices) -> Var | None:
+        """The weights of choices, of which each arm picks those of its expert's, in whatever way."""
+        numel = choices.ids.type.numel
+        for v in self._made_of(weights[0]):
+            is_table = v.type.numel == numel and v.dtype.is_floating_point and v.shape[-1] == choices.k
+            if is_table and all(self._picks(w, v, e, choices) for e, w in enumerate(weights)):
+                return v
+        return None
+
+    def _picks(self, weight: Var | None, table: Var, e: int, choices: Choices) -> bool:
+        """Is an arm's weight that of the choice of its expert, for some ids and weights?"""
+        g = torch.Generator().manual_seed(e)
+        for _ in range(FEW):
+            ids = torch.rand(*choices.shape[:1], choices.experts, generator=g).topk(choices.k)[1]
+            numbers = torch.rand(choices.shape, generator=g, dtype=torch.float64).to(table.dtype)
+            values = {choices.ids: ids.reshape(choices.ids.shape), table: numbers.reshape(table.shape)}
+            got, hit = self.loops.evaluated(weight, values), ids == e
+            if got is None or not torch.equal(got.reshape(-1)[hit.any(1)], numbers[hit]):
+                return False
+        return True
+
+    def _made_of(self, x: Var | None) -> Iterator[Var]:
+        """A value and what it is computed of, nearest first."""
+        waiting, seen = [x], set[Var | None]()
+        while waiting:
+            v = waiting.pop(0)
+            if v is None or v in seen:
+                continue
+            seen.add(v)
+            yield v
+            waiting += self.loops.producers[v][0].vars if v in self.loops.producers else ()

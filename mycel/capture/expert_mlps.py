@@ -4,7 +4,8 @@
     a, b = linear(x, w13).chunk(2, dim=-1)                      the halves of one, or its even and odd elements
     gelu(x @ w1) @ w2                                           weights that are transposed
 
-What is between the products becomes text (`ops/gates.py`).
+What is between the products becomes text (`ops/gates.py`).  What it gives may be multiplied by numbers, and by one for
+each row: the weight of the row.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mycel.capture.experts import is_on_elements, parts_of
-from mycel.ir import Var
+from mycel.ir import Op, Var
 from mycel.ir.types import NAMES
 from mycel.ops import o
 
@@ -104,12 +105,56 @@ def mlp_of(loops: Loops, y: Any) -> Mlp | None:
     return Mlp(ups[0].x, tuple((p.w, p.bias) for p in ups), gate, form, (down.w, down.bias), down.transposed)
 
 
+def weighed_mlp(loops: Loops, y: Any, rows: int) -> tuple[Mlp, Var | None] | None:
+    """What an expert does with so many rows, and the weight of each row; None: 1."""
+    y = loops.plain(y)
+    peeled = _peeled(loops, y, rows)
+    if peeled is None:
+        return None
+    mlp, factors = peeled
+    of_rows = [f for op, f in factors if op is o.mul and not _is_number(f)]
+    if len(factors) == len(of_rows) < 2:
+        return mlp, of_rows[0] if of_rows else None
+
+    def weight() -> Any:
+        total: Any = o.full(1.0, shape=(rows, 1), dtype=mlp.x.dtype)
+        for op, f in factors:
+            total = op(total, o.reshape(f, shape=() if _is_number(f) else (rows, 1)) if isinstance(f, Var) else f)
+        return total
+
+    return mlp, loops.computed(y, weight)
+
+
+def _peeled(loops: Loops, y: Any, rows: int) -> tuple[Mlp, tuple[tuple[Op, Any], ...]] | None:
+    """What an expert does, and by what that is multiplied and divided: numbers, or one for each row."""
+    y = loops.plain(y)
+    mlp = mlp_of(loops, y)
+    if mlp is not None:
+        return mlp, ()
+    eqn = loops.of(y, o.mul, o.div)
+    if eqn is None:
+        return None
+    orders: Any = (eqn.inputs, eqn.inputs[::-1])[: 2 if eqn.op is o.mul else 1]
+    for x, f in orders:
+        if _is_number(f) or (
+            f.type.numel == rows and f.shape[-1] == 1
+        ):  # one for each column would be as many, perhaps
+            inner = _peeled(loops, x, rows)
+            if inner is not None:
+                return inner[0], (*inner[1], (eqn.op, f))
+    return None
+
+
+def _is_number(f: Any) -> bool:
+    return not isinstance(f, Var) or f.type.numel == 1
+
+
 def product_of(loops: Loops, y: Any) -> RowProduct | None:
     """y as a product of rows and a matrix."""
     bias: Any = None
     y = loops.plain(y)
     added = loops.of(y, o.add)
-    if added is not None and isinstance(added.inputs[1], Var) and added.inputs[1].ndim == 1:
+    if added is not None and isinstance(added.inputs[1], Var) and added.inputs[1].shape == added.outputs[0].shape[-1:]:
         y, bias = added.inputs
     product = loops.of(y, o.linear, o.matmul)
     w: Any = product.inputs[1] if product is not None else None

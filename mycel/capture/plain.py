@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from mycel.capture.trace import TRACING, Patch
+from mycel.capture.trace import PLAIN_KEYS, TRACING, Patch
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def suspended() -> Iterator[None]:
         patch.unset()
     compiling, torch.compiler._is_compiling_flag = torch.compiler._is_compiling_flag, False
     try:
-        with _disable_current_modes(), torch._C._ForceDispatchKeyGuard(*_PLAIN_KEYS):
+        with _disable_current_modes(), torch._C._ForceDispatchKeyGuard(*PLAIN_KEYS):
             yield
     finally:
         torch.compiler._is_compiling_flag = compiling
@@ -39,9 +39,6 @@ def suspended() -> Iterator[None]:
         TRACING[:] = captures
         for mode in reversed(modes):
             torch._C._push_on_torch_function_stack(mode)
-
-
-_PLAIN_KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from mycel.capture.alias import Cell
 from mycel.capture.facts import CONSTANT, GIVEN, UNKNOWN, Fact, dependence, evaluate, needed
 from mycel.capture.fence import here, refuse, refuse_read
-from mycel.capture.rows import ChosenRows, refuse_rows, write_rows
+from mycel.capture.rows import ChosenRows, refuse_rows, together, write_rows
 from mycel.capture.state import Location, Reachable
 from mycel.capture.traced_text import TextOf, TracedText
 from mycel.errors import CaptureError
@@ -160,6 +160,9 @@ class Record(Builder):
         """Names are numbers while tracing; readable ones are given at the end."""
         self._names["v"] = n = self._names.get("v", 0) + 1
         return f"v{n}"
+
+    def emit(self, op: Op, inputs: Sequence[Any], params: dict[str, Any]) -> Any:
+        return super().emit(op, together(self, op, inputs) if self.rows else inputs, params)
 
     def append(self, op: Op, inputs: tuple[Atom, ...], params: dict[str, Any], types: Sequence[Type]) -> Any:
         for region in self.manual:

@@ -5,6 +5,7 @@
     f(h[mask]).mean()     ─▶  sum(where(mask, …, 0)) / sum(mask)         a sum, a maximum; others by `Op.of_rows`
     y[mask] = f(h[mask])  ─▶  where(mask, …, y)
     nonzero(mask)         ─▶  all places; those that do not count are one of those that do
+    f(h[any(m, -1)], w[m])     ─▶  f(h[any(m, -1)], (sum of w where m, over the last dim)[any(m, -1)])
     for i in nonzero(mask): f(i)   ─▶  if mask[0]: f(0); if mask[1]: f(1); …
 
 What does not count is a copy of a row that does: whatever is computed of it is a number where the chosen rows give
@@ -177,6 +178,34 @@ def all_of_chosen(record: Record, x: Var) -> tuple[Var, Var] | None:
         outs = step.op(every, **step.params)
         every = outs[i] if isinstance(outs, tuple) else outs
     return every, unmarked(record, rows.keep, rows.keep.shape)
+
+
+def together(record: Record, op: Op, inputs: Sequence[Any]) -> Sequence[Any]:
+    """Operands of which some are rows, all of them rows of one mask: of m and any(m, -1), torch has as many where m
+    holds at most once for each of the others."""
+    masks = {record.rows[x].mask: x for x in inputs if isinstance(x, Var) and x in record.rows}
+    if len(masks) < 2 or op in CONTROL:
+        return inputs
+    fewest = record.rows[min(masks.values(), key=lambda x: record.rows[x].mask.ndim)]
+    is_other = lambda x: isinstance(x, Var) and x in record.rows and record.rows[x].mask != fewest.mask
+    return [_one_of_each(record, op, x, fewest.mask) if is_other(x) else x for x in inputs]
+
+
+def _one_of_each(record: Record, op: Op, x: Var, mask: Var) -> Var:
+    """Rows of a mask -> rows of another, which tells where that holds for one of its last dim."""
+    rows = record.rows[x]
+    n, k = mask.type.numel, rows.mask.shape[-1]
+    whether = record.producers.get(_unshaped(record, mask))
+    asked = whether.inputs[0] if whether is not None and whether.op is o.any and rows.mask.ndim > 1 else None
+    is_any = asked is not None and whether is not None and whether.params["dims"] == (rows.mask.ndim - 1,)
+    if not is_any or not _is_same(record, asked, rows.mask) or rows.spread or x.dtype == torch.bool:
+        raise refuse_rows(rows.source, f"{op.name} takes them, and rows that another mask chose")
+    chosen = all_of_chosen(record, x)
+    every = unmarked(record, x, x.shape) if chosen is None else chosen[0]
+    front, behind = x.shape[: rows.dim], x.shape[rows.dim + 1 :]
+    holds = o.reshape(rows.mask, shape=(n, k, *(1 for _ in behind)))
+    parts = o.where(holds, o.reshape(every, shape=(*front, n, k, *behind)), 0)
+    return choose(record, o.sum(parts, dims=(rows.dim + 1,)), _flat(mask), rows.dim, rows.source)
 
 
 def put(record: Record, x: Var, mask: Var, front: int, value: Var, accumulate: bool) -> Var:

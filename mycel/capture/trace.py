@@ -20,7 +20,7 @@ from mycel.capture.alias import Cell, view_cells
 from mycel.capture.chosen_places import present_values
 from mycel.capture.dynamic import FORMS, columns_of
 from mycel.capture.facts import GIVEN
-from mycel.capture.fence import EXPERTS, here, refuse, refuse_dynamic, refuse_read
+from mycel.capture.fence import here, refuse, refuse_dynamic, refuse_read
 from mycel.capture.record import LARGEST_CONCRETE, ModuleCall, Record, Traced
 from mycel.capture.rows import choose, counts_rows, places, put
 from mycel.capture.schema import Schema, schema_of
@@ -32,6 +32,7 @@ from mycel.ops import RULES, o
 from mycel.ops.opaque import encode, output_mask
 from mycel.ops.python_calls import PythonCall
 
+PLAIN_KEYS = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()  # not capturing
 TRACING: list[Tracer] = []  # captures under way, all of them of one thread
 CAPTURING = threading.RLock()  # of the thread that captures: it has torch do other things meanwhile
 KEY = Var("key", Type(torch.int64, ()))
@@ -163,20 +164,9 @@ class Tracer(Record):
             yield
         except CaptureError as e:
             self.undo(before)
-            if not _is_refused_by_torch(func, args, kwargs):
-                raise
-            if len(self._masks_of(args)) > 1:  # torch has as many of one as of the other
-                hint = "one mask for all of them: token, place = torch.where(mask), then x[token] and w[token, place]"
-                raise refuse(
-                    "rows that one mask chose meet rows that another chose: that there are as many is not known",
-                    EXPERTS + hint if self.has_choices() else hint,
-                ) from e
-            raise MisfitError(e.what, file=e.file, line=e.line, text=e.text, hint=e.hint) from e
-
-    def _masks_of(self, args: Sequence[Any]) -> set[Var]:
-        """The masks that chose rows of these arguments."""
-        chosen = [self.rows.get(x.cell.read()) for x in tensors_in(args) if type(x) is Traced] if self.rows else []
-        return {rows.mask for rows in chosen if rows is not None}
+            if not e.chosen_at and _is_refused_by_torch(func, args, kwargs):
+                raise MisfitError(e.what, file=e.file, line=e.line, text=e.text, hint=e.hint) from e
+            raise
 
     def _autocast(self) -> bool:
         """Under autocast torch itself must choose dtypes: functions go to the dispatch mode, after the casts."""
@@ -264,6 +254,17 @@ class Tracer(Record):
                 return present
         values = torch.utils._pytree.tree_map(self._concrete_or_refuse(func), list(args))
         self.here()
+        by_arguments = self.differentiated and not self.is_step
+        if (
+            by_arguments
+            and _has_gradient(func, values, kwargs)
+            and any(self.concrete(x) is None for x in tensors_in(args))
+        ):
+            raise refuse(
+                f"{func} has a shape that depends on the values of its input: computed of these, its result would have "
+                "no gradient",
+                "an operator of a static shape, detach(), or mycel.island around the code that calls it",
+            )
         outs = func(*values, **kwargs)
         with self:
             return self.wrap(self.constant(outs) if isinstance(outs, torch.Tensor) else tuple(map(self.constant, outs)))
@@ -567,6 +568,23 @@ def _is_refused_by_torch(func: Any, args: Sequence[Any], kwargs: dict[str, Any])
         except Exception:
             return False
     return False
+
+
+def _has_gradient(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Has torch a derivative of its results by tensors of these values?"""
+    with _disable_current_modes(), torch._C._ForceDispatchKeyGuard(*PLAIN_KEYS), torch.enable_grad():
+        given = [
+            x.detach().clone().requires_grad_() if isinstance(x, torch.Tensor) and is_float(x.dtype) else x
+            for x in args
+        ]
+        inputs = [x for x in given if isinstance(x, torch.Tensor) and x.requires_grad]
+        outs = func(*given, **kwargs) if inputs else ()
+        ends = [y for y in (outs if isinstance(outs, (list, tuple)) else (outs,)) if y.requires_grad]
+        try:
+            grads = torch.autograd.grad(ends, inputs, [*map(torch.ones_like, ends)], allow_unused=True) if ends else ()
+        except RuntimeError:  # it has none
+            return False
+    return any(g is not None for g in grads)
 
 
 def _nest(func: Any, args: Sequence[Any], out: Any) -> Any:

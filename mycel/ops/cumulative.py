@@ -172,7 +172,7 @@ def logsumexp_expand(x, *, dims, keepdim=False):
 
 def logsumexp_vjp(g, y, x, *, dims, keepdim=False):
     """g softmax(x)"""
-    return (o.mul(kept(g, x, dims, keepdim), o.exp(o.sub(x, kept(y, x, dims, keepdim)))),)
+    return (o.mul(kept(g, x, dims, keepdim), conj(o.exp(o.sub(x, kept(y, x, dims, keepdim))))),)
 
 
 @op(
@@ -234,7 +234,7 @@ def _(x, dim, half_to_float=False):
 def _(x, dim, dtype=None):
     dim = normal_dim(dim, x.ndim)
     empty = o.all(o.eq(x, -math.inf), dims=(dim,) if x.ndim else (), keepdim=True)
-    return o.where(empty, 0, softmax(cast_to(x, dtype), dim=dim))
+    return o.where(empty, 0, softmax(o.where(empty, 0, cast_to(x, dtype)), dim=dim))  # whose gradient is a number, too
 
 
 def log_softmax_expand(x, *, dim):

@@ -14,7 +14,9 @@ import functools
 import torch
 
 from mycel.ir import SplitRule, Type, op
+from mycel.ops.capture_rules import captures
 from mycel.ops.gather_scatter import here
+from mycel.ops.loss import cross_entropy
 from mycel.ops.rules import cast_like, o
 
 CHUNK = 1 << 26  # logits at a time; twice as many on a GPU in 16 bits
@@ -250,3 +252,22 @@ def linear_cross_entropy(x, w, b, target, *, reduction="mean", ignore_index=-100
         loss, dx, dw, db = loss * scale, dx * scale, dw * scale, None if b is None else db * scale
     grads = (dx, dw.to(like)) if b is None else (dx, dw.to(like), db.to(b.dtype))
     return loss, *grads
+
+
+if hasattr(torch.nn.functional, "linear_cross_entropy"):  # torch 2.13
+
+    @captures(torch.nn.functional.linear_cross_entropy)
+    def _in_chunks(
+        input, linear_weight, target, *, linear_bias=None, weight=None, reduction="mean", ignore_index=None,
+        label_smoothing=0.0, options=None,
+    ):  # fmt: skip
+        """torch's own operator of chunks makes the gradients that tensors ask for while it is captured: the loss alone
+        is what it stands for."""
+        if options is None or input.ndim > 2 or linear_weight.ndim != 2 or target.dtype != torch.int64:
+            return NotImplemented  # torch's own code says it with others
+        logits = o.linear(o.reshape(input, shape=(1, *input.shape)) if input.ndim == 1 else input, linear_weight)
+        logits = logits if linear_bias is None else o.add(logits, linear_bias)
+        ignored = -100 if ignore_index is None else ignore_index
+        how = {"reduction": reduction, "ignore_index": ignored, "label_smoothing": label_smoothing}
+        loss = cross_entropy(logits, o.reshape(target, shape=logits.shape[:1]), weight, **how)[0]
+        return o.reshape(loss, shape=()) if input.ndim == 1 else loss

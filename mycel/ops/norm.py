@@ -70,7 +70,7 @@ def layer_norm_vjp(g, y, x, w, b, *, ndim=1, eps):
         dx, dw, db = o.layer_norm_grad(gy, x, mean, rstd, w, ndim=ndim)
     elif gy is not None:
         dx = o.layer_norm_grad(gy, x, mean, rstd, None, ndim=ndim)
-        db = None if b is None else o.sum(gy, dims=tuple(range(x.ndim - ndim)))
+        db = None if b is None else gy if x.ndim == ndim else o.sum(gy, dims=tuple(range(x.ndim - ndim)))
     n = math.prod(x.shape[-ndim:])
     gmean = None if gmean is None else o.div(gmean, n)
     rate = None if grstd is None else o.mul(grstd, o.div(o.pow(rstd, 3), -n))
@@ -93,6 +93,7 @@ def layer_norm_vjp(g, y, x, w, b, *, ndim=1, eps):
         "f[4,2,6], None, None, ndim=2, eps=0.001",
         "f[4,2,6], f[2,6], f[2,6], ndim=2, eps=0.001",
         "f[6], f[6], f[6], eps=1e-05",
+        "f[6], None, f[6], eps=1e-05",
     ],
     precision="high",
 )
@@ -203,7 +204,8 @@ def rms_norm(x, w, *, ndim=1, eps=None):
 @captures(torch.nn.functional.rms_norm, torch.rms_norm)
 def _rms_norm(input, normalized_shape, weight=None, eps=None):
     check_normalized(input, normalized_shape, weight)
-    return rms_norm(input, weight, ndim=len(normalized_shape), eps=eps)
+    norm = rms_norm_expand if input.dtype.is_complex else rms_norm  # whose gradient is that of real numbers
+    return norm(input, weight, ndim=len(normalized_shape), eps=eps)
 
 
 @captures("aten._fused_rms_norm.default")

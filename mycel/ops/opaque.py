@@ -9,6 +9,7 @@ kernel.
 from __future__ import annotations
 
 import functools
+import re
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -17,6 +18,8 @@ from mycel.errors import GradientError
 from mycel.ir import Type, is_float, op, type_of
 from mycel.ops.capture_rules import resolve
 from mycel.ops.rules import o
+
+_NOT_BY = re.compile(r"not differentiable with respect to argument '(\w+)'")
 
 
 def encode(value, inputs):
@@ -132,10 +135,12 @@ def whole(inputs, outs):
 
 def _opaque_vjp(g, y, *inputs, target, args, kwargs=()):
     """torch's own gradient of its operator."""
-    _check_differentiable(tuple(Type(x.dtype, tuple(x.shape)) for x in inputs), target, args, kwargs)
+    how = {"target": target, "args": args, "kwargs": kwargs}
+    types = tuple(Type(x.dtype, tuple(x.shape)) for x in inputs)
+    _check_differentiable(types, **how)
     ys, gs = (y, g) if isinstance(y, tuple) else ((y,), (g,))
     filled = [zeros_like(v) if d is None else d for v, d in zip(ys, gs, strict=True) if is_float(v.dtype)]
-    grads = o.opaque_grad(*inputs, *filled, target=target, args=args, kwargs=kwargs, arity=(len(inputs),))
+    grads = o.opaque_grad(*inputs, *filled, **how, arity=(len(inputs),), fixed=_fixed(types, **how))
     return in_places(grads, inputs)
 
 
@@ -144,12 +149,35 @@ def _check_differentiable(types, target, args, kwargs):
     """torch says so when an operator has no derivative: asked on tensors without data."""
     outs = [t for t in _types(types, target, args, kwargs) if is_float(t.dtype)]
     blank = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in (*types, *outs)]
+    fixed = _fixed(types, target, args, kwargs)
     try:
         with torch.enable_grad():
-            levels(blank, lambda xs: _run(xs, target, args, kwargs), (len(types),))
+            levels(blank, lambda xs: _run(xs, target, args, kwargs), (len(types),), fixed=fixed)
     except (RuntimeError, NotImplementedError) as e:
         if "derivative" in str(e):
             raise GradientError(f"torch has no derivative for {target}") from e
+
+
+@functools.cache
+def _fixed(types, target, args, kwargs):
+    """Inputs that no derivative is taken of, as torch says on tensors without data: tolerances and the like."""
+    fixed: set[int] = set()
+    names = [a.name for a in resolve(target)._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    while True:
+        blank = [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in types]
+        for i, x in enumerate(blank):
+            x.requires_grad_(is_float(x.dtype) and i not in fixed)
+        try:
+            with torch.enable_grad():
+                _run(blank, target, args, kwargs)
+        except (RuntimeError, NotImplementedError) as e:
+            said = _NOT_BY.search(str(e))
+            at = given.get(said[1]) if said is not None else None
+            if isinstance(at, tuple) and at[0] == "x" and at[1] not in fixed:
+                fixed.add(at[1])
+                continue
+        return tuple(sorted(fixed))
 
 
 def in_places(grads, inputs):
@@ -180,47 +208,50 @@ def opaque(*inputs, target, args, kwargs=()):
     return _run(inputs, target, args, kwargs)
 
 
-def _grad_vjp(g, y, *operands, target, args, kwargs=(), arity):
+def _grad_vjp(g, y, *operands, arity, **params):
     ys, gs = (y, g) if isinstance(y, tuple) else ((y,), (g,))
     filled = [zeros_like(v) if d is None else d for v, d in zip(ys, gs, strict=True)]
-    grads = o.opaque_grad(*operands, *filled, target=target, args=args, kwargs=kwargs, arity=(*arity, len(operands)))
+    grads = o.opaque_grad(*operands, *filled, arity=(*arity, len(operands)), **params)
     return in_places(grads, operands)
 
 
-def _grad_types(*operands, target, args, kwargs=(), arity):
+def _grad_types(*operands, arity, **_):
     return tuple(t for t in operands[: arity[-1]] if is_float(t.dtype))
 
 
-def levels(operands, run, arity, more=False):
+def levels(operands, run, arity, more=False, fixed=()):
     """The float outputs of `run` (no arity left), or the cotangents of one level down, with torch's graph kept if
-    there is one `more` level up."""
+    there is one `more` level up; zeros for operands that are `fixed`."""
     if not arity:
         outs = run(operands)
         outs = outs if isinstance(outs, tuple) else (outs,)
         return [y for y in outs if y.is_floating_point() or y.is_complex()]
-    inner = [
-        x.detach().requires_grad_() if (x.is_floating_point() or x.is_complex()) and not x.requires_grad else x
-        for x in operands[: arity[-1]]
-    ]
-    outs = levels(inner, run, arity[:-1], more=True)
+    inner = [x.detach() if i in fixed else _differentiated(x) for i, x in enumerate(operands[: arity[-1]])]
+    outs = levels(inner, run, arity[:-1], more=True, fixed=fixed)
     wanted = [x for x in inner if x.requires_grad]
     pairs = [(y, g) for y, g in zip(outs, operands[arity[-1] :], strict=True) if y.requires_grad]
-    if not pairs:
-        return [torch.zeros_like(x) for x in wanted]
-    ys, gs = zip(*pairs, strict=True)
-    grads = torch.autograd.grad(ys, wanted, gs, create_graph=more, allow_unused=True)
-    return [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)]
+    ys, gs = zip(*pairs, strict=True) if pairs else ((), ())
+    grads = torch.autograd.grad(ys, wanted, gs, create_graph=more, allow_unused=True) if pairs else [None] * len(wanted)
+    by_input = {id(x): g for x, g in zip(wanted, grads, strict=True)}
+    floats = [x for x in inner if x.is_floating_point() or x.is_complex()]
+    return [torch.zeros_like(x) if (g := by_input.get(id(x))) is None else g for x in floats]
 
 
-def torch_gradients(operands, run, arity):
+def _differentiated(x):
+    """x as a value that torch takes derivatives of, where it has any."""
+    has_none = x.requires_grad or not (x.is_floating_point() or x.is_complex())
+    return x if has_none else x.detach().requires_grad_()
+
+
+def torch_gradients(operands, run, arity, fixed=()):
     """Gradients of `run` by torch; where torch's autograd records, so that it can go on from them."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
         # each by itself, whether or not one was made of another
-        return tuple(levels([x.view_as(x) for x in operands], run, arity, more=True))
+        return tuple(levels([x.view_as(x) for x in operands], run, arity, more=True, fixed=fixed))
     # a view of a parameter made without autograd says it needs a gradient, and has no graph
     operands = [x.detach() for x in operands]
     with torch.enable_grad():
-        return tuple(g.detach() for g in levels(operands, run, arity))
+        return tuple(g.detach() for g in levels(operands, run, arity, fixed=fixed))
 
 
 @op(
@@ -232,10 +263,10 @@ def torch_gradients(operands, run, arity):
     apart=True,
     foreign=True,
 )
-def opaque_grad(*operands, target, args, kwargs=(), arity):
+def opaque_grad(*operands, target, args, kwargs=(), arity, fixed=()):
     """torch's gradient of its operator: operands are its inputs, then cotangents; each further `arity` is one more
-    derivative."""
-    grads = torch_gradients(operands, lambda xs: _run(xs, target, args, kwargs), arity)
+    derivative; zeros for inputs that are `fixed`."""
+    grads = torch_gradients(operands, lambda xs: _run(xs, target, args, kwargs), arity, fixed)
     return grads if len(grads) != 1 else grads[0]
 
 

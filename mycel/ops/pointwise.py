@@ -278,9 +278,11 @@ def copysign(a, b):
 
 @op(
     "..., ... -> ...",
-    vjp=partials(lambda g, y, a, b: mul(g, o.sigmoid(sub(a, b))), lambda g, y, a, b: mul(g, o.sigmoid(sub(b, a)))),
+    vjp=partials(
+        lambda g, y, a, b: mul(g, conj(o.sigmoid(sub(a, b)))), lambda g, y, a, b: mul(g, conj(o.sigmoid(sub(b, a))))
+    ),
     aten=["logaddexp.default"],
-    examples=["f[2,3], f[3]"],
+    examples=["f[2,3], f[3]", "c128[2,3], c128[3]"],
     precision="high",
 )
 def logaddexp(a, b):

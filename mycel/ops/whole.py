@@ -49,11 +49,16 @@ def _ctc_loss(log_probs, targets, input_lengths, target_lengths, blank=0, reduct
 
 @captures(torch.linalg.lstsq)
 def _lstsq(a, b, rcond=None, *, driver=None):
-    """By the pseudo-inverse, as torch's own gradient of it is; residuals and singular values are not computed, as the
-    default solver of CPUs does not."""
-    if driver not in (None, "gelsy") or rcond is not None or b.ndim != a.ndim:
+    """By the pseudo-inverse, as torch's own gradient of it is.  Ranks and singular values are those of the default
+    solver of CPUs; "gels" knows neither, but has residuals of what is overdetermined."""
+    if driver not in (None, "gelsy", "gels") or rcond is not None or b.ndim != a.ndim:
         return NotImplemented
     x = o.matmul(kept_whole("linalg_pinv.atol_rtol_float", a), b)
+    nothing = o.full(0.0, shape=(0,), dtype=a.dtype.to_real())
+    if driver == "gels":
+        overdetermined = a.shape[-2] > a.shape[-1]
+        left = o.sum(o.square(o.abs(o.sub(o.matmul(a, x), b))), dims=(a.ndim - 2,)) if overdetermined else nothing
+        none = o.full(0, shape=(0,), dtype=torch.int64)
+        return torch.return_types.linalg_lstsq((x, left, none, nothing))
     rank = kept_whole("linalg_matrix_rank.atol_rtol_float", a)
-    nothing = o.full(0.0, shape=(0,), dtype=a.dtype)
     return torch.return_types.linalg_lstsq((x, nothing, rank, nothing))
