@@ -254,9 +254,8 @@ class Tracer(Record):
                 return present
         values = torch.utils._pytree.tree_map(self._concrete_or_refuse(func), list(args))
         self.here()
-        by_arguments = self.differentiated and not self.is_step
         if (
-            by_arguments
+            self.by_arguments
             and _has_gradient(func, values, kwargs)
             and any(self.concrete(x) is None for x in tensors_in(args))
         ):

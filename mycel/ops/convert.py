@@ -171,7 +171,7 @@ def _(size, angle):
 )
 def view_as_real(x):
     """Complex numbers as pairs (re, im) in a new last dim"""
-    return torch.view_as_real(x)
+    return torch.view_as_real(x.resolve_conj())  # what was conjugated by an operator may be so in name only
 
 
 @op(

@@ -97,7 +97,9 @@ def logcumsumexp_grad_expand(g, y, x, *, dim):
     examples=["f[2,3,4], f[2,3,4], f[2,3,4], dim=1", "f[6], f[6], f[6], dim=0"],
 )
 def logcumsumexp_grad(g, y, x, *, dim):
-    """The cotangent of x under logcumsumexp: in logarithms, positive and negative g apart."""
+    """The cotangent of x under logcumsumexp: in logarithms, positive and negative g apart, but for complex numbers."""
+    if g.is_complex():
+        return torch.exp(torch.logcumsumexp((g.log() - y).flip(dim), dim).flip(dim) + x)
     up, down = (
         torch.exp(torch.logcumsumexp((torch.where(v > 0, v, 0).log() - y).flip(dim), dim).flip(dim) + x)
         for v in (g, -g)
@@ -107,7 +109,7 @@ def logcumsumexp_grad(g, y, x, *, dim):
 
 @op(
     along(),
-    vjp=lambda g, y, x, *, dim: (logcumsumexp_grad(g, y, x, dim=dim) if x.ndim else g,),
+    vjp=lambda g, y, x, *, dim: (logcumsumexp_grad(g, conj(y), conj(x), dim=dim) if x.ndim else g,),
     flops=lambda d: 4 * elements(d),
     examples=EXAMPLES,
     apart=True,
