@@ -449,13 +449,18 @@ def finish(token, *xs, op, axes, count, kind="+", dims=(), sizes=(), to=(), rows
     """What a collective that was begun has brought."""
     ys = communicator().wait(token)
     if op == "all_gather":
-        ys = [y if y.shape[d] == n else y.narrow(d, 0, n) for y, d, n in zip(ys, dims, sizes, strict=True)]
+        ys = cut(ys, dims, sizes)
     return tuple(ys) if len(ys) > 1 else ys[0]
 
 
-def finish_into(places, token, *xs, **how):
-    """`finish` of a gather whose results replace tensors and are written there: one place for each result, or None."""
-    ys = communicator().wait(token, places)
+def cut(ys, dims, sizes):
+    """Gathered tensors without what the last parts are padded with."""
+    return [y if y.shape[d] == n else y.narrow(d, 0, n) for y, d, n in zip(ys, dims, sizes, strict=True)]
+
+
+def finish_into(places, token, *xs, dims, sizes):
+    """`finish` of a gather of whose results some replace tensors and are written there: one place for each, or None."""
+    ys = cut(communicator().wait(token, places), dims, sizes)
     for y, place in zip(ys, places, strict=True):
         if place is not None and y is not place:  # nothing was sent: a single rank
             place.copy_(y)

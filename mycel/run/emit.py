@@ -311,6 +311,7 @@ class _Function:
         names |= {y: names[old] for y, old in zip(eqn.outputs, places, strict=True) if old is not None}
         wanted = "".join(f"{names[old] if old is not None else None}, " for old in places)
         args = [f"({wanted})", *(self.atom(x, names) for x in eqn.inputs)]
+        args += [f"{k}={literal(eqn.params[k])}" for k in ("dims", "sizes")]
         self.line(f"{', '.join(self.named(y, names) for y in eqn.outputs)} = ranks.finish_into({', '.join(args)})")
 
     def replace(self, eqn: Eqn, names: dict[Var, str]) -> None:
