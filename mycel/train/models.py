@@ -122,8 +122,9 @@ def _ready(module: nn.Module, settings: Any, tokenizer: Path | None, source: str
         held: Any = getattr(part, "config", None)
         if getattr(held, "use_cache", False):
             held.use_cache = False
-    if getattr(module, "loss_type", "") is None:  # what transformers then takes, with a warning at the first step
-        module.loss_type = "ForCausalLM"  # type: ignore[assignment]
+    model: Any = module
+    if getattr(model, "loss_type", "") is None:  # what transformers then takes, with a warning at the first step
+        model.loss_type = "ForCausalLM"
     return LoadedModel(module.train(), settings, tokenizer, source, tuple(notes))
 
 

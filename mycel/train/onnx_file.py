@@ -79,7 +79,7 @@ def write_onnx(module: nn.Module, path: Path, say: Callable[[str], None], *, ima
 
 def example_inputs(module: nn.Module, rows: int, length: int, image_size: int) -> Inputs:
     """A batch as the model takes it; where it takes a mask, one text of it is shorter."""
-    takes, config = _arguments(module), module.config
+    takes = _arguments(module)
     generator = torch.Generator().manual_seed(rows)
     if "input_ids" not in takes and "pixel_values" in takes:
         return {"pixel_values": torch.randn(rows, 3, image_size, image_size, generator=generator)}
@@ -88,7 +88,8 @@ def example_inputs(module: nn.Module, rows: int, length: int, image_size: int) -
             f"an ONNX file is written of models of text and of images: {type(module).__name__} takes "
             f"{next(iter(takes))}\n  at        --to onnx\n  try       --to hf or safetensors"
         )
-    settings: Any = config.get_text_config()  # type: ignore[operator,union-attr]
+    config: Any = module.config
+    settings = config.get_text_config()
     ids = torch.randint(0, settings.vocab_size, (rows, length), generator=generator)
     if causal(module):
         return {"input_ids": ids}
