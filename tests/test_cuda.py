@@ -443,12 +443,12 @@ def offloaded(plan, compiled):
     model = llama(num_attention_heads=4, num_key_value_heads=2, vocab_size=512, **sizes).cuda()
     step = mycel.train_step(model, torch.optim.AdamW(model.parameters(), lr=1e-2), plan=plan, compile=compiled)
     gen = torch.Generator().manual_seed(1)
-    batches = [torch.randint(3, 500, (8, 256), generator=gen).cuda() for _ in range(4)]
+    batches = [torch.randint(3, 500, (64, 256), generator=gen).cuda() for _ in range(4)]
     losses = [step(input_ids=ids, labels=ids) for ids in batches]
     torch.cuda.reset_peak_memory_stats()
     losses.append(step(input_ids=batches[0], labels=batches[0]))
     peak = torch.cuda.max_memory_allocated() - before
-    losses += [step(input_ids=ids, labels=ids) for ids in (batches[1][:4], batches[1])]  # another signature
+    losses += [step(input_ids=ids, labels=ids) for ids in (batches[1][:32], batches[1])]  # another signature
     losses += [step.evaluate(input_ids=batches[2], labels=batches[2])]
     with step.whole() as whole:
         losses.append(whole(input_ids=batches[3], labels=batches[3]).loss.detach())

@@ -27,7 +27,7 @@ from mycel.ir.arena import packed
 from mycel.offloading import Mover, Spaces, Way
 from mycel.ops import o
 from mycel.parts import ShardedModel
-from mycel.plan import AUTO, CPU, KINDS, Clock, Offload, clock
+from mycel.plan import AUTO, CPU, KINDS, Clock, Copies, Offload, absences, clock
 from mycel.planning import Task, planned
 from mycel.run import host_space, interpret, load, simulate
 from mycel.run.simulate import spread_out
@@ -170,6 +170,29 @@ def test_what_is_not_waited_for_leaves_while_the_next_step_computes():
     assert waited.peak[DEVICE] == 5 * size, "x, and a to d"
     slow = replace(CPU, host_bytes_s=1e6)  # while a to d are made, s2 of the step before is still leaving
     assert clock(waiting, slow).peak[DEVICE] == 5 * size and clock(program, slow).peak[DEVICE] == 6 * size
+
+
+CROSSING = """
+def main(x: f32[64,64]):
+  large: f32[256,64] = cat(x, x, x, x, dim=0)
+  small: f32[64,64] = exp(x)
+  a: f32[64,64] = sin(x)
+  b: f32[256,64] = neg(large) [backward]
+  c: f32[64,64] = cos(x) [backward]
+  d: f32[64,64] = mul(c, small) [backward]
+  return a, b, d
+"""
+
+
+def test_what_could_not_leave_in_time_does_not_take_the_wire():
+    program, second = check(Program.parse(CROSSING)), 64 * 64 * 4  # bytes a second: the small value takes one
+    times = [0.0, 4.5, 8.8, 9.0, 10.3, 10.4, 11.0]
+    hardware = replace(CPU, host_bytes_s=second, launch_s=0.0)
+    away = absences(program, "main", times, hardware)
+    assert [a.var.name for a in away] == ["large", "small"]
+    for wide, leave in ((1.0, ["large", "small"]), (1.2, ["small"])):  # the large one takes four seconds, or 4.8
+        slower = replace(hardware, host_bytes_s=second / wide)
+        assert [m.value for m in Copies(program, "main", times, slower, away).placed({}).moved] == leave
 
 
 # -- generated programs ----------------------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ def times_text(seconds: float, parts: Mapping[str, tuple[float, float]], assumed
     """For people: predicted step   12.00 ms: computing 10.00 ms, network 4.00 ms (2.00 ms exposed)"""
     shares = [f"computing {milliseconds(total)}" for name, (total, _) in parts.items() if name == COMPUTE]
     shares += [
-        f"{name} {milliseconds(total)} ({milliseconds(exposed)} exposed)"
+        f"{name} {milliseconds(total)} ({milliseconds(max(0.0, exposed))} exposed)"
         for name, (total, exposed) in parts.items()
         if name != COMPUTE
     ]

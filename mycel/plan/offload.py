@@ -262,15 +262,19 @@ def _alone(program: Program, block: Block) -> set[Var]:
 
 # -- when copies go --------------------------------------------------------------------------------------------------
 
+ENDLESS = 1 << 62
+
 
 @dataclass(frozen=True)
 class Departure:
-    """A copy to the host: it may begin before equation `ready`, and may end from `earliest` on."""
+    """A copy to the host: it may begin before equation `ready`, and may end from `earliest` on.  One that would end
+    after equation `use`, which reads the value, is not begun, where copies are not waited for to bound their bytes."""
 
     ready: int
     earliest: int
     bytes: int
     kind: str = ""
+    use: int = ENDLESS
 
 
 @dataclass(frozen=True)
@@ -284,7 +288,6 @@ class Arrival:
 
 
 Windows = Mapping[str, int]  # by kind, the most bytes on their way at once; what is not there is not bounded
-ENDLESS = 1 << 62
 
 
 def departures(
@@ -302,11 +305,14 @@ def departures(
                 oldest = mine.pop(0)  # it is waited for
                 on_the_way -= wanted[oldest].bytes
                 ends[oldest] = max(wanted[oldest].earliest, min(ends[oldest], each.ready))
-        free = max(free, times[each.ready]) + hardware.move_s(each.bytes)
-        at = bisect.bisect_left(times, free, each.ready)
+        end = max(free, times[each.ready]) + hardware.move_s(each.bytes)
+        at = bisect.bisect_left(times, end, each.ready)
         ends.append(max(min(at, len(times) - 1), each.earliest))
         if window < ENDLESS:
             flying[each.kind] = [i for i in (*mine, k) if ends[i] > each.ready]
+        elif ends[k] >= each.use:
+            continue
+        free = end
     return ends, free
 
 
@@ -397,12 +403,9 @@ class Copies:
         left stays."""
         names = [*(equation_key(i, e) for i, e in enumerate(self.program.blocks[self.block].eqns)), ""]
         freed = self._freed(windows)
-        fetched = self._fetched(windows)
-        moved = tuple(
-            MovedValue(a.var.name, names[freed[a.var]], names[max(fetched[a], freed[a.var])])
-            for a in self.away
-            if freed[a.var] < a.use
-        )
+        leave = [a for a in self.away if freed[a.var] < a.use]
+        fetched = self._fetched(leave, windows)
+        moved = tuple(MovedValue(a.var.name, names[freed[a.var]], names[max(fetched[a], freed[a.var])]) for a in leave)
         new, coming = self._new(), dict[Var, list[str]]()
         for visit in self.visiting:
             coming.setdefault(visit.input, []).append(names[fetched[visit]])
@@ -416,8 +419,8 @@ class Copies:
         """Before which equation each value has left: those that are away, and those that replace an input.  The wire
         may still be busy with what the step before left."""
         uses = chains(self.program.blocks[self.block])
-        gone = (*self.away, *self.leaving)
-        wanted = [(a.var, Departure(a.defined + 1, a.before + 1, a.bytes, a.kind)) for a in gone]
+        wanted = [(a.var, Departure(a.defined + 1, a.before + 1, a.bytes, a.kind, a.use)) for a in self.away]
+        wanted += [(a.var, Departure(a.defined + 1, a.before + 1, a.bytes, a.kind)) for a in self.leaving]
         defined = {x: uses[x].defined for x in self._new().values()}
         wanted += [(x, Departure(i + 1, i + 1, size(x), UPDATE)) for x, i in defined.items()]
         wanted.sort(key=lambda each: each[1].ready)
@@ -426,10 +429,10 @@ class Copies:
         ends, _ = departures(order, self.times, self.hardware, windows, max(0.0, free - self.times[-1]))
         return {v: end for (v, _), end in zip(wanted, ends, strict=True)}
 
-    def _fetched(self, windows: Windows) -> dict[Absence | Visit, int]:
+    def _fetched(self, away: Sequence[Absence], windows: Windows) -> dict[Absence | Visit, int]:
         """Before which equation each begins to come."""
         wanted: list[tuple[Absence | Visit, Arrival]] = [
-            *((a, Arrival(a.use, a.bytes, self._kind(a.use, a.kind))) for a in self.away),
+            *((a, Arrival(a.use, a.bytes, self._kind(a.use, a.kind))) for a in away),
             *((visit, visit.arrival(self._kind(visit.first, "parameters"))) for visit in self.visiting),
         ]
         wanted.sort(key=lambda each: each[1].use)

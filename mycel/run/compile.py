@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
+from mycel.errors import RunError
 from mycel.ir import Program, Type, Var, walk
 from mycel.run.compiled_blocks import BlockServer
 
@@ -57,7 +58,7 @@ def warm_up(program: Program, device: torch.device) -> None:
 
     def run() -> None:
         # what fails here fails where it belongs, or not at all
-        with torch.no_grad(), torch.cuda.device(device), contextlib.suppress(RuntimeError):
+        with torch.no_grad(), torch.cuda.device(device), contextlib.suppress(RuntimeError, RunError):
             torch.cuda.synchronize(device)  # this thread meets the device
             for eqn in seen.values():
                 eqn.op.kernel(*(_memory(x.type, device) if isinstance(x, Var) else x for x in eqn.inputs), **eqn.params)
