@@ -8,8 +8,10 @@ looks at what really comes.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+import threading
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -30,10 +32,30 @@ def block_inputs(
 ) -> dict[str, list[Signature]]:
     """The signatures with which the blocks `names` are called, when the program is given these inputs."""
     walker = _Walker(program, names, device)
-    with torch.no_grad(), walker.fake:
+    with torch.no_grad(), without_launches(device), walker.fake:
         values = [x.empty() if (x := Strided.of(value)) else value for value in inputs]
         walker.run(program.entry, values)
     return {name: list(calls) for name, calls in walker.calls.items()}
+
+
+@contextlib.contextmanager
+def without_launches(device: torch.device) -> Iterator[None]:
+    """Triton launches a kernel on whatever it is given, also on fake tensors, whose addresses are 0: meanwhile it raises
+    in this thread."""
+    if device.type != "cuda":
+        yield
+        return
+    from triton.runtime.jit import JITFunction  # type: ignore[import-not-found]  # where there is a GPU
+
+    run, mine = JITFunction.run, threading.get_ident()
+
+    def run_elsewhere(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == mine:
+            raise RuntimeError("a kernel is not launched on fake tensors")
+        return run(kernel, *args, **kwargs)
+
+    with mock.patch.object(JITFunction, "run", run_elsewhere):
+        yield
 
 
 class _Walker:
@@ -79,7 +101,7 @@ class _Walker:
 
     def _kernel(self, eqn: Eqn, args: list[Any]) -> list[Any]:
         op, types = eqn.op, [v.type for v in eqn.outputs]
-        if op is not o.const and (op.compiles or op is o.opaque):  # torch's own calls; others may launch kernels
+        if op is not o.const and (op.compiles or op is o.opaque):
             extra = {"device": self.device} if "device" in op.defaults else {}
             with contextlib.suppress(Exception):  # what cannot be known is no fault of the program
                 outs = op.kernel(*args, **eqn.params, **extra)
