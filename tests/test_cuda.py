@@ -464,7 +464,8 @@ def test_offload_is_the_same_step(compiled, kinds):
     """What lives on the host, or waits there: the same bits, in the memory that was planned."""
     plain, _, want = offloaded(None, compiled)
     moving, peak, got = offloaded({"offload": kinds}, compiled)
-    assert moving.plan.decided.moved.moved and moving.plan.decided.moved.streamed
+    decided = moving.plan.decided.moved
+    assert decided.streamed and (decided.moved or kinds is EVERYTHING), "parameters may leave the wire no time for more"
     assert all(map(torch.equal, want, got)), "offload changes no bit"
     assert moving.plan.peak < plain.plan.peak and peak <= moving.plan.peak
 

@@ -40,8 +40,8 @@ def block_inputs(
 
 @contextlib.contextmanager
 def without_launches(device: torch.device) -> Iterator[None]:
-    """Triton launches a kernel on whatever it is given, also on fake tensors, whose addresses are 0: meanwhile it raises
-    in this thread."""
+    """Triton launches a kernel on whatever it is given, also on fake tensors, whose addresses are 0: meanwhile it
+    raises in this thread."""
     if device.type != "cuda":
         yield
         return
