@@ -442,6 +442,25 @@ def test_what_an_island_does_not_use_is_left_alone_until_it_does(parts):
     same(model.state_dict(), like.state_dict())
 
 
+class Summed(nn.Module):
+    """An island whose gradients are one number, expanded, and one tensor for two operands."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.sums = nn.Linear(4, 4), nn.Linear(4, 4), mycel.island(lambda x, y: (x + y).sum() * 2)
+
+    def forward(self, x):
+        y, z = self.a(x), self.b(x)
+        return self.sums(y, z) + (y.sin() * z.cos()).mean() + self.sums(z, x)
+
+
+def test_gradients_of_an_island_are_memory_of_their_own():
+    """Others are added to them in place."""
+    pair = both(lambda: Summed().double(), sgd())
+    pair.further((X,))
+    agree(pair)
+
+
 class Doubled(nn.Linear):
     def forward(self, x):
         return 2 * super().forward(x)

@@ -92,11 +92,12 @@ def seeded(key: Any) -> Iterator[None]:
 
 
 def _apart(inputs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Results that share memory with no operand and with no other result."""
+    """Results that share memory with no operand and with no other result, and whose elements share none."""
     held = {x.untyped_storage().data_ptr() for x in inputs if x.numel()}
     results = []
     for y in outs:
-        y = y.clone() if y.numel() and y.untyped_storage().data_ptr() in held else y
+        if y.numel() and (y.untyped_storage().data_ptr() in held or 0 in y.stride()):
+            y = y.clone(memory_format=torch.contiguous_format)
         held.add(y.untyped_storage().data_ptr())
         results.append(y)
     return tuple(results)
@@ -151,7 +152,7 @@ def gradients(
 
     grads = torch_gradients(operands, forward, arity)
     kept = is_wanted(operands[: arity[-1]], wrt, arity)
-    grads = tuple(g for g, k in zip(grads, kept, strict=True) if k)
+    grads = _apart(operands, [g for g, k in zip(grads, kept, strict=True) if k])
     return grads if len(grads) != 1 else grads[0]
 
 
