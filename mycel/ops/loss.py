@@ -48,8 +48,9 @@ def scalar_type(dtype):
 
 
 def refuse_other_dtype(x, weight):
-    """torch's own error for weights of classes of another dtype, which its kernels find when they run."""
-    if weight is not None and weight.dtype != x.dtype:
+    """torch's own error for weights of classes of another dtype, which its kernels find when they run; of another shape
+    the operator's rule knows."""
+    if weight is not None and weight.dtype != x.dtype and tuple(weight.shape) == tuple(x.shape[:2][-1:]):
         raise RuntimeError(f"expected scalar type {scalar_type(x.dtype)} but found {scalar_type(weight.dtype)}")
 
 
