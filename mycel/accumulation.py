@@ -58,7 +58,8 @@ class Accumulation:
         whole = sum(w[0] for w in self.weights if w) or 1.0
         gradients = [(p, total.div_(whole)) for p, total in self.sums.items()]
         self.sums, self.weights = {}, []
-        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for _, g in gradients]))
+        norms = [torch.linalg.vector_norm(g) for _, g in gradients]
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
         return gradients, norm
 
     def _compare(self) -> None:

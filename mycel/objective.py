@@ -188,6 +188,11 @@ class Batch:
         self.args, self.kwargs, self.parts = args, kwargs, parts
         self.leaves: list[torch.Tensor] = []
         self.tree = flatten_arguments((args, kwargs), self.leaves)
+        if parts > 1 and self.tree.has_sparse:
+            raise TrainError(
+                f"accumulate={parts} splits the batch by its rows, and a sparse tensor of it has none\n"
+                "  try       accumulate=1, or a batch of dense tensors"
+            )
         self.rows = next((x.shape[0] for x in self.leaves if x.ndim), None)
         if parts > 1 and self.rows is not None:
             self.parts = next((k for k in range(min(parts, self.rows), self.rows + 1) if k and self.rows % k == 0), 0)

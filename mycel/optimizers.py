@@ -263,15 +263,19 @@ def bind_groups(
     """The groups of an optimiser over those of its parameters (by id) that are inputs of a program, and their names.
     Dtypes, and parameters of different kinds or with `counters` of their uses, are kept apart.  Not `by_rule`: groups
     without an update."""
-    if not by_rule:
-        return [
-            Bound(
-                ParameterGroup("", tuple(names[id(p)] for p in params), (), (), name=str(index)), tuple(params), index
-            )
-            for index, values in enumerate(optimizer.param_groups)
-            if (params := [p for p in values["params"] if id(p) in names])
-        ]
+    counter_of = {id_: (counters or {}).get(name, "") for id_, name in names.items()}
     groups = []
+    if not by_rule:
+        for index, values in enumerate(optimizer.param_groups):
+            used: dict[str, list[torch.nn.Parameter]] = {}
+            for p in values["params"]:
+                if id(p) in names:
+                    used.setdefault(counter_of[id(p)], []).append(p)
+            for counter, params in used.items():
+                name = ".".join([str(index), *([counter] if counter else [])])
+                own = tuple(names[id(p)] for p in params)
+                groups.append(Bound(ParameterGroup("", own, (), (), (), name, counter), tuple(params), index))
+        return groups
     for index, values in enumerate(optimizer.param_groups):
         mine_of = owner(optimizer, index)
         known = known_of(mine_of)
@@ -279,8 +283,7 @@ def bind_groups(
         mine: dict[Any, list[torch.nn.Parameter]] = {}
         for p in values["params"]:
             if id(p) in names:
-                counter = (counters or {}).get(names[id(p)], "")
-                mine.setdefault((p.dtype, tuple(known.kinds(p).items()), counter), []).append(p)
+                mine.setdefault((p.dtype, tuple(known.kinds(p).items()), counter_of[id(p)]), []).append(p)
         for i, ((dtype, kinds, counter), params) in enumerate(mine.items()):
             flags = {**dict(kinds), **fixed}
             slots = tuple(slot.name for slot in known.present(flags))

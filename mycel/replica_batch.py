@@ -27,6 +27,11 @@ def own_batch(plan: Plan, rank: int, args: tuple[Any, ...], kwargs: dict[str, An
         return args, kwargs
     tensors: list[torch.Tensor] = []
     tree = flatten_arguments((args, kwargs), tensors)
+    if tree.has_sparse:
+        raise PlanError(
+            f"sync: {policy.axis}: replicas have rows of the batch, and a sparse tensor of it has none\n"
+            f"  try       sync: {{{policy.axis}: every step}}, or a batch of dense tensors"
+        )
     place, parts = plan.mesh.index(rank, (policy.axis,)), []
     for path, x in zip(tree.paths(""), tensors, strict=True):
         for dim in split_dims(plan, path, x.shape):

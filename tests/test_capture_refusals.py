@@ -110,7 +110,7 @@ ARGUMENTS = {
     "set_in_namespace": lambda: types.SimpleNamespace(x={torch.ones(3)}),
     "set": lambda: {torch.ones(3)},
     "generator": lambda: (t for t in [torch.ones(3)]),
-    "sparse": lambda: torch.eye(3).to_sparse(),
+    "sparse_but_no_matrix": lambda: torch.ones(2, 2, 2).to_sparse(),
 }
 
 

@@ -408,3 +408,116 @@ def test_what_an_object_of_the_code_keeps_is_that_of_each_call():
     fast = mycel.jit(lambda x: mycel.island(Remembered(x.exp()).root)() * x)
     for x in (X, X + 1):
         assert torch.allclose(fast(x), x.exp().sqrt() * x)
+
+
+class Chosen(nn.Module):
+    """One of two layers, or neither, as an array says; a third whose gradient is cut off."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.cut, self.behind = (nn.Linear(4, 4) for _ in range(4))
+
+    def pick(self, x):
+        total = x.detach().numpy().sum()
+        y = x + self.cut(x).detach()
+        return self.a(y) if total > 4 else self.b(y) if total < -4 else y
+
+    def forward(self, x):
+        return self.behind(self.pick(x * (1 + self.behind.bias.sum()))).square().mean()
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_what_an_island_does_not_use_is_left_alone_until_it_does(parts):
+    """Whichever layer was chosen while it was captured."""
+    model, like = twins(Chosen)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, weight_decay=0.1) for m in (model, like)]
+    step = mycel.train_step(model, optimizers[0], accumulate=parts)
+    for shift in (0, -1, 1, 1, 0, -1):
+        optimizers[1].zero_grad()
+        wanted = sum(like(x) for x in (X + shift).chunk(parts)) / parts
+        wanted.backward()
+        assert like.cut.weight.grad is None
+        optimizers[1].step()
+        torch.testing.assert_close(step(X + shift), wanted)
+    same(model.state_dict(), like.state_dict())
+
+
+class Summed(nn.Module):
+    """An island whose gradients are one number, expanded, and one tensor for two operands."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.sums = nn.Linear(4, 4), nn.Linear(4, 4), mycel.island(lambda x, y: (x + y).sum() * 2)
+
+    def forward(self, x):
+        y, z = self.a(x), self.b(x)
+        return self.sums(y, z) + (y.sin() * z.cos()).mean() + self.sums(z, x)
+
+
+def test_gradients_of_an_island_are_memory_of_their_own():
+    """Others are added to them in place."""
+    pair = both(lambda: Summed().double(), sgd())
+    pair.further((X,))
+    agree(pair)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+CHANGES = {
+    "another layer": lambda m: setattr(m.inside, "layer", nn.Linear(4, 4)),
+    "another class": lambda m: setattr(m.inside, "layer", Doubled(4, 4)),
+    "several": lambda m: setattr(m.inside, "layer", nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 4))),
+    "wrapped": lambda m: setattr(m.inside, "layer", nn.Sequential(m.inside.layer, nn.Tanh())),
+    "by its dict": lambda m: m.inside._modules.update(act=nn.ReLU()),
+    "another weight": lambda m: setattr(m.inside.layer, "weight", nn.Parameter(torch.randn(4, 4))),
+    "no bias": lambda m: setattr(m.inside.layer, "bias", None),
+    "the island": lambda m: setattr(m, "inside", Noted()),
+    "none": lambda m: setattr(m, "inside", nn.Linear(4, 4)),
+    "forward": lambda m: setattr(m.inside.layer, "forward", lambda x: x * 3),
+    "a hook": lambda m: m.inside.layer.register_forward_hook(lambda module, args, y: y * 3),
+}
+
+
+class Noted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.act = nn.Linear(4, 4), nn.Tanh()
+
+    def forward(self, x):
+        return self.act(self.layer(x)) * float(np.sign(x.detach().numpy().sum() + 100))
+
+
+class Around(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.before, self.inside = nn.Linear(4, 4), Noted()
+
+    def forward(self, x):
+        return self.inside(self.before(x)).square().mean()
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_modules_that_are_replaced_between_calls(change):
+    """In an island as elsewhere: the new one computes, and trains."""
+    model, like = twins(Around)
+    ways = [(m, torch.optim.AdamW(m.parameters(), lr=0.1)) for m in (model, like)]
+    step, forward = mycel.train_step(model, ways[0][1]), mycel.jit(model)
+    for i in range(3):
+        if i == 1:
+            for m, optimizer in ways:
+                torch.manual_seed(5)
+                known = set(m.parameters())
+                CHANGES[change](m.double())
+                new = [p for p in m.double().parameters() if p not in known]
+                if new:
+                    optimizer.add_param_group({"params": new})
+        ways[1][1].zero_grad()
+        wanted = like(X)
+        wanted.backward()
+        torch.testing.assert_close(forward(X), wanted)
+        ways[1][1].step()
+        torch.testing.assert_close(step(X), wanted)
+    same(model.state_dict(), like.state_dict())

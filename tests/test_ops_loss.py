@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
+from torch.nn import functional as F
 
+import mycel
 from mycel.ops import o
 
 
@@ -26,6 +30,42 @@ def test_weighted_cross_entropy_is_torchs(reduction, label_smoothing):
     params = {"reduction": reduction, "label_smoothing": label_smoothing, "ignore_index": 1}
     want = torch.nn.functional.cross_entropy(x, target, weight, **params)
     torch.testing.assert_close(o.cross_entropy(x, target, weight, **params)[0], want)
+
+
+def mixed_losses(weight, target, labels):
+    """Losses of x whose weights, or targets, may be of another dtype."""
+    chances = torch.nn.functional.one_hot(labels, 3).to(target)
+    return {
+        "cross entropy": lambda x: F.cross_entropy(x, labels, weight),
+        "smoothed": lambda x: F.cross_entropy(x, labels, weight, reduction="sum", label_smoothing=0.1),
+        "one row": lambda x: F.cross_entropy(x[0], labels[0], weight),
+        "chances": lambda x: F.cross_entropy(x, chances, weight, label_smoothing=0.1),
+        "nll": lambda x: F.nll_loss(x.log_softmax(-1), labels, weight, reduction="none").sum(),
+        "margin": lambda x: F.multi_margin_loss(x, labels, weight=weight),
+        "binary": lambda x: F.binary_cross_entropy(x.sigmoid(), chances.to(x), weight),
+        "logits": lambda x: F.binary_cross_entropy_with_logits(x, chances, weight, pos_weight=weight),
+        "counts": lambda x: F.binary_cross_entropy_with_logits(x, chances.long()),
+        "squares": lambda x: F.mse_loss(x, chances.bool()),
+        "smooth": lambda x: F.smooth_l1_loss(x, chances.bool()),
+        "soft margin": lambda x: F.soft_margin_loss(x, target),
+    }
+
+
+@pytest.mark.parametrize("loss", mixed_losses(torch.ones(3), torch.ones(1), torch.zeros(1, dtype=torch.int64)))
+@pytest.mark.parametrize("dtype, other", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+def test_weights_and_targets_of_another_dtype(loss, dtype, other):
+    """As torch has them: in the dtype that it gives, or its own error."""
+    x, target, labels = torch.randn(4, 3, dtype=dtype), torch.rand(4, 3).to(other), torch.randint(0, 3, (4,))
+    f = mixed_losses(torch.rand(3).to(other), target, labels)[loss]
+    try:
+        (want,) = torch.autograd.grad(f(leaf := x.clone().requires_grad_()), leaf)
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError, match=f"^{re.escape(str(error))}"):
+            mycel.value_and_grad(f)(x)
+    else:
+        y, gradient = mycel.value_and_grad(f)(x)
+        torch.testing.assert_close(y, f(x))
+        torch.testing.assert_close(gradient, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

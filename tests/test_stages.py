@@ -19,7 +19,10 @@ from torch import nn
 import mycel
 from mycel.errors import PlanError, RunError
 from mycel.ir import Mesh, Program, Role
+from mycel.lower.interleave import interleave
+from mycel.lower.stage_sums import plain_sums
 from mycel.lower.stages import pipelined
+from mycel.ops import o
 from mycel.parts import ShardedModel
 from mycel.plan import CPU, Plan
 from mycel.plan.schedule import NAMED, named
@@ -154,6 +157,16 @@ def test_kinds_of_steps(kind):
     if kind == "sgd":
         one = OneDevice.of(one.model, one.batch, torch.optim.SGD(one.model.parameters(), lr=0.1), accumulate=4)
     pipeline_equals(one, named("zbv", 2, 4), rng, poison=kind == "skipped")
+
+
+def test_a_stage_that_is_the_sum_of_two_losses(steps):
+    """Of two microbatches that go through the stages together: the last stage has nothing but what adds them."""
+    one, body = steps[4], steps[4].unsharded.body
+    local = plain_sums(interleave(local_program(one, None)[0], body, staged=True), body)
+    flow = StepFlow(local, body)
+    first, last = (flow.block.eqns[flow.units[i]].outputs[0].name for i in (-2, -1))
+    assert flow.makers[flow.sums[0].addend] == flow.units[-1] and flow.block.eqns[flow.units[-1]].op is o.add
+    pipeline_equals(one, named("1f1b", 3, 2), [first, last], known=(local, None))
 
 
 def at_layers(one: OneDevice, *layers: int, inner: Plan | None = None) -> tuple[Program, list[str]]:

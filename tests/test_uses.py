@@ -4,22 +4,36 @@ whatever momentum or weight decay they have; so does a step."""
 from __future__ import annotations
 
 import copy
+import itertools
+import random
 
 import pytest
 import torch
-from distributing import OneDevice, step_equals
+from distributing import OneDevice, start_values, step_equals
+from pipelining import pipeline_equals
 from torch import nn
 
 import mycel
 from mycel import Mesh, Plan, Program
 from mycel.ir import check
+from mycel.plan.schedule import named
 from mycel.run import interpret
 from mycel.transform import count_uses
+
+
+class Own(torch.optim.AdamW):
+    """Overrides the update: torch takes it."""
+
+    def step(self, closure=None):
+        super().step()
+
 
 OPTIMISERS = {
     "adamw": lambda ps: torch.optim.AdamW(ps, lr=0.1, weight_decay=0.1),
     "sgd": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, weight_decay=0.1),
     "adagrad": lambda ps: torch.optim.Adagrad(ps, lr=0.1, weight_decay=0.1),
+    "dampened": lambda ps: torch.optim.SGD(ps, lr=0.1, momentum=0.9, dampening=0.3),
+    "torch's": lambda ps: Own(ps, lr=0.1, weight_decay=0.1),
     "amsgrad": lambda ps: torch.optim.AdamW(ps, lr=0.1, amsgrad=True, maximize=True),
 }
 
@@ -78,6 +92,7 @@ def batches(count=8, rows=4):
     return [(torch.randn(rows, 8).double(), torch.randn(rows, 8).double()) for _ in range(count)]
 
 
+@pytest.mark.filterwarnings("ignore:test_uses.Own runs as it is")
 @pytest.mark.parametrize("kind", [Branch, Turns])
 @pytest.mark.parametrize("name", OPTIMISERS)
 def test_what_was_not_used_stays_as_it_is(kind, name):
@@ -92,17 +107,63 @@ def test_what_was_not_used_stays_as_it_is(kind, name):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:test_uses.Own runs as it is")
+@pytest.mark.parametrize("name", ["adamw", "torch's", "calls"])
 @pytest.mark.parametrize("kind", [Branch, Turns])
-def test_parts_of_a_batch_use_it_if_one_does(kind):
+def test_parts_of_a_batch_use_it_if_one_does(kind, name):
+    """Parts of one batch, or calls before an update."""
     torch.manual_seed(1)
     model = kind().double()
-    like = copy.deepcopy(model)
-    step = mycel.train_step(model, OPTIMISERS["adamw"](model.parameters()), accumulate=2)
-    losses = [float(step(x, y)) for x, y in batches(rows=8)]
-    want, unused = eager(like, OPTIMISERS["adamw"](like.parameters()), batches(rows=8), 2)
+    like, make = copy.deepcopy(model), OPTIMISERS["adamw" if name == "calls" else name]
+    if name == "calls":
+        step, losses = mycel.train_step(model, make(model.parameters())), []
+        for x, y in batches(rows=8):
+            losses.append(sum(float(step.accumulate(*part)) for part in zip(x.chunk(2), y.chunk(2), strict=True)) / 2)
+            step.apply()
+    else:
+        step = mycel.train_step(model, make(model.parameters()), accumulate=2)
+        losses = [float(step(x, y)) for x, y in batches(rows=8)]
+    want, unused = eager(like, make(like.parameters()), batches(rows=8), 2)
     assert losses == pytest.approx(want, rel=1e-9) and unused > 0
     for mine, theirs in zip(model.parameters(), like.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:test_uses.Own runs as it is")
+@pytest.mark.parametrize("name", ["adamw", "torch's"])
+def test_what_was_not_used_has_no_gradient(name):
+    torch.manual_seed(1)
+    model = Branch().double()
+    like = copy.deepcopy(model)
+    step = mycel.train_step(model, OPTIMISERS[name](model.parameters()), grads=True)
+    without = set()
+    for x, y in batches(4):
+        like.load_state_dict(model.state_dict())
+        like.zero_grad()
+        like(x, y).backward()
+        step(x, y)
+        for (which, mine), theirs in zip(model.named_parameters(), like.parameters(), strict=True):
+            if theirs.grad is None:
+                without.add(which)
+                assert mine.grad is None, which
+            else:
+                torch.testing.assert_close(mine.grad, theirs.grad)
+    assert {"a.weight", "b.weight"} <= without
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_stages_leave_the_same_alone(schedule):
+    """Whichever of their parts use it, and wherever they are cut."""
+    plan, unused = Plan(Mesh(), stages=2, schedule="1f1b", microbatches=2), 0
+    for seed, kind in itertools.product(range(3), [Branch, Turns]):
+        torch.manual_seed(seed)
+        x, y = batches(1, 8)[0]
+        one = OneDevice.of(kind().double(), {"x": x, "y": y}, plan=plan, accumulate=2)
+        pipeline_equals(one, named(schedule, 2, 2), random.Random(seed), seed=seed)
+        program, values = one.unsharded.program, start_values(one, seed)
+        news = dict(zip(program.updates, interpret(program, values)[len(program.results) :], strict=True))
+        unused += sum(int(new) == 0 for name, new in news.items() if program.roles[name].name.startswith("uses."))
+    assert unused
 
 
 def test_what_is_always_used_is_not_counted():

@@ -71,6 +71,8 @@ class ArgumentObjects:
 
 def _objects(path: str, tree: Tree, value: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """The objects in a value, with their attributes; dataclasses and caches apart."""
+    if tree.kind == "sparse":
+        return
     inside = attributes(value) if tree.kind == "object" else value
     if tree.kind == "object" and not dataclasses.is_dataclass(value) and not is_cache(value):
         yield path, value, inside

@@ -41,6 +41,7 @@ import torch
 
 from mycel.capture.counters import NumberSlots
 from mycel.capture.function import Captured
+from mycel.capture.sparse import form_of, parts_of
 from mycel.capture.state import Guarded, Location, holds, is_static, is_there, owner, shadowed_by
 from mycel.capture.tree import Tree, as_leaf, attributes, has_slots, maker
 from mycel.capture.versions import DICTS_TELL, TENSORS_TELL, TensorTypes, dict_of, dict_versions, dict_word, is_plain
@@ -149,6 +150,12 @@ class _GuardWriter:
                     k = repr(key) if isinstance(key, (str, int)) else self.constant(key, "key")
                     self.guard(f"{k} not in {name}")
                     self.unpack(child, f"{name}[{k}]")
+            case "sparse":
+                self.lines.append(f"{name} = {expr}")
+                self.guard(f"{self.constant(form_of, 'form_of')}({name}) != {self.constant(tree.key, 'form')}")
+                self.lines.append(f"{name} = {self.constant(parts_of, 'parts_of')}({name})")
+                for i, child in enumerate(tree.children):
+                    self.unpack(child, f"{name}[{i}]")
             case "object":
                 cls, fields = tree.key
                 self.lines.append(f"{name} = {expr}")
@@ -446,6 +453,8 @@ class _GuardWriter:
             case "rows":
                 rows = f"{parts[0]}[{parts[1]}]"
                 return f"*{rows}.tolist()" if tree.key.keywords["is_number"] and numbers else f"*{rows}.unbind()"
+            case "sparse":
+                return f"{self.constant(tree.key.build, 'build')}(({', '.join(parts)},))"
             case "text":
                 texts = f"{self.constant(texts_of, 'texts_of')}(({', '.join(parts)},), *{self.constant(tree.key, 'T')})"
                 return f"''.join({texts})"

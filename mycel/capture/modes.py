@@ -32,6 +32,7 @@ from mycel.capture.hooks import hook_value
 from mycel.capture.packed import packed, packed_layers, padded
 from mycel.capture.record import Traced
 from mycel.capture.rows import ChosenRows, RowsAt, RowsShape
+from mycel.capture.sparse import SparseMatrix, coo_matrix
 from mycel.capture.trace import SPECIAL, Tracer, tensors_in
 from mycel.capture.weak import as_number, as_numbers
 from mycel.ops import o
@@ -65,6 +66,9 @@ class FunctionMode(TorchFunctionMode):
     def __torch_function__(self, func: Any, types_: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
+        if SparseMatrix in types_:
+            with self:
+                return SparseMatrix.__torch_function__(func, types_, args, kwargs)
         if self.tracer.numbers and any(type(a) is Traced and a.weak for a in args[:2]):
             func, args, weak = as_numbers(func, name, args)
             out = self._call(func, getattr(func, "__name__", ""), args, kwargs)
@@ -233,6 +237,10 @@ def _new_tensor(
     return _make_constant(mode, torch.tensor, data, dtype=dtype or x.dtype)
 
 
+def _sparse_matrix(mode: FunctionMode, func: Any, *args: Any, **kwargs: Any) -> Any:
+    return coo_matrix(*args, **kwargs) or mode.traced(func, args, kwargs)
+
+
 def _get_item(mode: FunctionMode, func: Any, x: torch.Tensor, key: Any) -> Any:
     return func(*mode.tracer.opened(x, _with_constants(mode, key)))
 
@@ -328,7 +336,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tensor": _make_constant, "as_tensor": _make_constant, "from_numpy": _make_constant, "new_tensor": _new_tensor,
     "backward": _gradient, "grad": _gradient, "__getitem__": _get_item, "__setitem__": _set_item,
     "register_hook": _register_hook, "requires_grad_": _requires_grad, "ctc_loss": _ctc_loss, "roll": _roll,
-    "_pack_padded_sequence": _packed, "_pad_packed_sequence": _packed,
+    "_pack_padded_sequence": _packed, "_pad_packed_sequence": _packed, "sparse_coo_tensor": _sparse_matrix,
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
 }  # fmt: skip
 

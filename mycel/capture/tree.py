@@ -22,13 +22,15 @@ import torch
 from mycel.capture.caches import is_cache, is_static_cache
 from mycel.capture.fence import refuse
 from mycel.capture.maybe_items import LoopItems, MaybeItem, refuse_item
+from mycel.capture.sparse import SparseMatrix, form_of, parts_of
 from mycel.ops.effects import texts_of
 
 
 @dataclass(frozen=True)
 class Tree:
-    """kind: leaf | number | static | tuple | list | named | struct | dict | output | object | text (of tensors), and of
-    items whose number depends on values, maybe (a value, and is it there) | rows (of a loop, and which are).
+    """kind: leaf | number | static | tuple | list | named | struct | dict | output | object | sparse (a tensor) | text
+    (of tensors), and of items whose number depends on values, maybe (a value, and is it there) | rows (of a loop, and
+    which are).
 
     `key` holds what identifies it: the value, the class, (class or empty mapping, keys), or (parts, forms) of text.
     """
@@ -57,6 +59,8 @@ class Tree:
                 return self.key(*parts)
             case "text":
                 return "".join(texts_of(parts, *self.key))
+            case "sparse":
+                return self.key.build(parts)
         template, names = self.key
         return rebuild(template, names, parts)
 
@@ -82,6 +86,11 @@ class Tree:
         if self.kind == "leaf":
             return Tree("number") if next(numbers) else self
         return Tree(self.kind, self.key, tuple(child.with_numbers(numbers) for child in self.children))
+
+    @property
+    def has_sparse(self) -> bool:
+        """Is there a sparse tensor, whose indices and values are no rows of a batch?"""
+        return any(tree.kind == "sparse" for _, tree in self.nodes(""))
 
     def statics(self) -> Iterator[Any]:
         """The static values inside."""
@@ -125,6 +134,11 @@ def flatten(
     """The tree of `value`; its tensors are appended to `leaves`.  With `objects`, other objects that hold tensors are
     opened too; a static cache always is.  `varying`: items of lists may be there or not.  `arrays`: NumPy's are the
     tensors that torch makes of them."""
+    sparse = form_of(value) if arrays or type(value) is SparseMatrix else None
+    if sparse is not None:
+        parts = parts_of(value)
+        leaves += parts
+        return Tree("sparse", sparse, (LEAF,) * len(parts))
     leaf = as_leaf(value) if arrays or isinstance(value, torch.Tensor) else None
     if leaf is not None:
         leaves.append(leaf)

@@ -9,7 +9,6 @@ import contextlib
 import functools
 import io
 import types
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -45,8 +44,6 @@ from mycel.capture.unfollowed import (
 )
 from mycel.errors import RunError
 from mycel.ir import Type, Var, is_float, type_of
-
-RUNS = 8  # one after the other, to see which operands get a gradient
 
 
 class NoIslandError(Exception):
@@ -151,20 +148,12 @@ class Trial:
             other = self._try(changed, CountedOperators(4 * watched.count + 1000))
             if other is not None:
                 self._compare(*other)
-        if not self._picks_operands(values):
-            self.differentiable = [i for i in self.differentiable if i in self.reached]
+        self.differentiable = [i for i in self.differentiable if i in self.reached or self._may_be_used(i)]
 
-    def _picks_operands(self, values: Sequence[torch.Tensor]) -> bool:
-        """Do items of iterators or random numbers decide which operands get a gradient (next(self.layers)(x))?  Some
-        runs, one after the other, tell."""
-        before, states = set(self.reached), self._states()
-        if all(isinstance(thing, (deque, list, io.IOBase)) for thing in self._things()):
-            return False
-        for _ in range(RUNS):
-            self._try(values, goes_on=True)
-        for state in states:
-            state()
-        return self.reached != before
+    def _may_be_used(self, i: int) -> bool:
+        """Is an operand a parameter that other values, items of iterators or random numbers may choose?  Where they do
+        not, it is left alone (`transform/uses.py`)."""
+        return bool(self.reached) and isinstance(self.operands[i], torch.nn.Parameter)
 
     def _compare(
         self, written: frozenset[int], kept: Any, out: Tree, types_: list[Type], draws: bool, changes: bool
@@ -180,9 +169,8 @@ class Trial:
         self.written, self.types = frozenset(news), types_[:count] + [news[i] for i in sorted(news)]
         self.draws, self.changes_python = self.draws or draws, self.changes_python or changes
 
-    def _try(self, values: Sequence[torch.Tensor], watched: Any = None, goes_on: bool = False) -> Any:
-        """What one run of the call did, under a mode that watches it; None where it failed.  `goes_on`: what Python
-        alone knows the state of stays as the run leaves it."""
+    def _try(self, values: Sequence[torch.Tensor], watched: Any = None) -> Any:
+        """What one run of the call did, under a mode that watches it; None where it failed."""
         olds = [contents(box.slots) for box in self.boxes]
         states = self._states()
         with suspended(), torch.set_grad_enabled(self.grad), states_kept() as drawn:
@@ -223,7 +211,7 @@ class Trial:
             finally:
                 for box, old in zip(self.boxes, olds, strict=True):
                     put_back(box.slots, old)
-                for state in states if not goes_on else ():
+                for state in states:
                     state()
         self._forget([*changes, *((place.container, place.key) for place in kept)])
         return frozenset(written), kept_trees, out, types_, drawn(), bool(changes)

@@ -194,14 +194,15 @@ def behind_loop(eqn: Eqn) -> Eqn:
 
 
 def _shares(stages: StageMap, summed: CarrySum) -> list[list[Var]]:
-    """What is added to a sum, stage by stage; the last stage first, which made its own first."""
+    """What is added to a sum, stage by stage; the last stage first, which made its own first.  A sum with which a stage
+    begins stays whole: the stage may have nothing else."""
     flow, readers = stages.flow, stages.flow.readers
     by_stage: dict[int, list[Var]] = {}
     open_ = [summed.addend]
     while open_:
         x = open_.pop(0)
         at = flow.makers.get(x)
-        if at is not None and readers[x] == 1 and flow.block.eqns[at].op in (o.add, o.cast):
+        if at is not None and at not in stages.begin and readers[x] == 1 and flow.block.eqns[at].op in (o.add, o.cast):
             eqn = flow.block.eqns[at]
             inner = list(eqn.vars)
             widens = eqn.op is o.cast and _is_sum(flow, inner, readers)

@@ -10,17 +10,20 @@ with the same random numbers, and once more for each further derivative.  Everyt
 
 from __future__ import annotations
 
-from mycel.ir import is_float, op
+import torch
+
+from mycel.ir import Type, is_float, op
 from mycel.ops.opaque import in_places, whole, zeros_like
 from mycel.ops.python_calls import is_wanted, types_of
 from mycel.ops.rules import o
 
 
-def _island_types(*inputs, name, shapes, dtypes, wrt):
-    return types_of(shapes, dtypes)
+def _island_types(*inputs, name, shapes, dtypes, wrt, counted=()):
+    types = types_of(shapes, dtypes)
+    return (*types, Type(torch.int64, (len(counted),))) if counted else types
 
 
-def _island_vjp(g, y, *inputs, **params):
+def _island_vjp(g, y, *inputs, counted=(), **params):
     ys, gs = (y, g) if isinstance(y, tuple) else ((y,), (g,))
     filled = [zeros_like(v) if d is None else d for v, d in zip(ys, gs, strict=True) if is_float(v.dtype)]
     wrt = params["wrt"]
@@ -42,11 +45,12 @@ def _island_vjp(g, y, *inputs, **params):
     python=True,
     precision="high",
 )
-def island(*inputs, name, shapes, dtypes, wrt):
-    """The user's own code, called as it is."""
+def island(*inputs, name, shapes, dtypes, wrt, counted=()):
+    """The user's own code, called as it is; behind its results, for operands that are `counted`: 1 where it used them
+    for a gradient, else 0."""
     from mycel.ops import python_calls
 
-    return python_calls.run(inputs, name, python_calls.types_of(shapes, dtypes), wrt)
+    return python_calls.run(inputs, name, python_calls.types_of(shapes, dtypes), wrt, counted)
 
 
 def _grad_types(*operands, name, shapes, dtypes, wrt, arity):

@@ -13,6 +13,7 @@ from torch.nn._reduction import legacy_get_string
 
 from mycel.ir import is_float, op
 from mycel.ops.capture_rules import captures
+from mycel.ops.convert import cast_to
 from mycel.ops.rules import o
 
 
@@ -33,6 +34,34 @@ def loss_dims(x, target, weight, *, reduction="mean", **_):
 def by_class(weight, x):
     """A value for each class, shaped to broadcast against x [n, classes, ...]."""
     return o.reshape(weight, shape=(x.shape[1],) + (1,) * (x.ndim - 2))
+
+
+SCALAR_TYPES = {
+    torch.float32: "Float", torch.float64: "Double", torch.float16: "Half", torch.bfloat16: "BFloat16",
+    torch.int64: "Long", torch.int32: "Int",
+}  # fmt: skip
+
+
+def scalar_type(dtype):
+    """torch's name of a dtype in its errors."""
+    return SCALAR_TYPES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def refuse_other_dtype(x, weight):
+    """torch's own error for weights of classes of another dtype, which its kernels find when they run; of another shape
+    the operator's rule knows."""
+    if weight is not None and weight.dtype != x.dtype and tuple(weight.shape) == tuple(x.shape[:2][-1:]):
+        raise RuntimeError(f"expected scalar type {scalar_type(x.dtype)} but found {scalar_type(weight.dtype)}")
+
+
+def in_place(x, y):
+    """x.mul_(y): the product in the dtype of x."""
+    return cast_to(o.mul(x, y), x.dtype)
+
+
+def numbers(target, x):
+    """Truth values as 0 and 1, in the dtype of x."""
+    return cast_to(target, x.dtype) if target.dtype == torch.bool else target
 
 
 def lift(v):
@@ -207,16 +236,20 @@ def _cross_entropy(
 ):
     if size_average is not None or reduce is not None:
         reduction = legacy_get_string(size_average, reduce)
+    if not is_float(target.dtype):
+        refuse_other_dtype(input, weight)
     if input.ndim == 1:
         target = o.reshape(target, shape=(1, *target.shape))
         batch = o.reshape(input, shape=(1, *input.shape))
-        losses, _ = cross_entropy(
+        losses = _cross_entropy(
             batch, target, weight, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing
         )
         return o.reshape(losses, shape=()) if reduction == "none" else losses
-    return cross_entropy(
-        input, target, weight, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing
-    )[0]
+    mixed = len({x.dtype for x in (input, target, weight) if x is not None and is_float(x.dtype)}) > 1
+    form = cross_entropy_expand if mixed else cross_entropy  # whose gradient is in one dtype
+    return form(input, target, weight, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)[
+        0
+    ]
 
 
 REDUCTIONS = ("none", "mean", "sum")  # torch's numbers for them
@@ -309,6 +342,7 @@ def nll_loss(x, target, weight, *, reduction="mean", ignore_index=-100):
 def _nll_loss(input, target, weight=None, size_average=None, ignore_index=-100, reduce=None, reduction="mean"):
     if size_average is not None or reduce is not None:
         reduction = legacy_get_string(size_average, reduce)
+    refuse_other_dtype(input, weight)
     if input.ndim == 1:
         x, target = o.reshape(input, shape=(1, *input.shape)), o.reshape(target, shape=(1,))
         return o.reshape(nll_loss(x, target, weight, reduction=reduction, ignore_index=ignore_index), shape=())
@@ -346,27 +380,30 @@ def binary_cross_entropy(x, target):
 @captures("aten.binary_cross_entropy.default")
 def _binary_cross_entropy(x, target, weight=None, reduction=1):
     losses = binary_cross_entropy(x, target)
-    return reduced(losses if weight is None else o.mul(losses, weight), REDUCTIONS[reduction])
+    return reduced(losses if weight is None else in_place(losses, weight), REDUCTIONS[reduction])
 
 
 @captures("aten.binary_cross_entropy_with_logits.default")
 def _binary_cross_entropy_with_logits(x, target, weight=None, pos_weight=None, reduction=1):
-    """(1 - t) x - log sigmoid(x), the logarithm weighed 1 + (pos_weight - 1) t"""
+    """(1 - t) x - log sigmoid(x), the logarithm weighed 1 + (pos_weight - 1) t; in the dtype of t"""
+    if not is_float(target.dtype) and target.dtype != torch.bool:
+        names = scalar_type(x.dtype), scalar_type(target.dtype)
+        raise RuntimeError("result type {} can't be cast to the desired output type {}".format(*names))
     certainty = o.logsigmoid(x)
     if pos_weight is not None:
-        certainty = o.mul(certainty, o.add(o.mul(o.sub(pos_weight, 1), target), 1))
-    losses = o.sub(o.mul(o.sub(1, target), x), certainty)
-    return reduced(losses if weight is None else o.mul(losses, weight), REDUCTIONS[reduction])
+        certainty = in_place(certainty, o.add(o.mul(o.sub(pos_weight, 1), target), 1))
+    losses = cast_to(o.sub(o.mul(o.sub(1, target), x), certainty), target.dtype)
+    return reduced(losses if weight is None else in_place(losses, weight), REDUCTIONS[reduction])
 
 
 @captures("aten.mse_loss.default")
 def _mse_loss(x, target, reduction=1):
-    return reduced(o.square(o.sub(x, target)), REDUCTIONS[reduction])
+    return reduced(o.square(o.sub(x, numbers(target, x))), REDUCTIONS[reduction])
 
 
 @captures("aten.smooth_l1_loss.default")
 def _smooth_l1_loss(x, target, reduction=1, beta=1.0):
-    d = o.sub(x, target)
+    d = o.sub(x, numbers(target, x))
     z = o.abs(d)
     near, far = o.mul(o.square(d), 0.5 / beta), o.sub(z, 0.5 * beta)
     return reduced(o.where(o.lt(z, beta), near, far), REDUCTIONS[reduction])
@@ -374,7 +411,7 @@ def _smooth_l1_loss(x, target, reduction=1, beta=1.0):
 
 @captures("aten.huber_loss.default")
 def _huber_loss(x, target, reduction=1, delta=1.0):
-    d = o.sub(x, target)
+    d = o.sub(x, numbers(target, x))
     z = o.abs(d)
     near, far = o.mul(o.square(d), 0.5), o.mul(o.sub(z, 0.5 * delta), delta)
     return reduced(o.where(o.le(z, delta), near, far), REDUCTIONS[reduction])
@@ -382,12 +419,13 @@ def _huber_loss(x, target, reduction=1, delta=1.0):
 
 @captures("aten.soft_margin_loss.default")
 def _soft_margin_loss(x, target, reduction=1):
-    return reduced(o.neg(o.logsigmoid(o.mul(x, target))), REDUCTIONS[reduction])
+    return reduced(o.neg(o.logsigmoid(in_place(x, target))), REDUCTIONS[reduction])
 
 
 @captures("aten.multi_margin_loss.default")
 def _multi_margin_loss(x, target, p=1, margin=1, weight=None, reduction=1):
     """max(0, margin - x[target] + x)^p summed over the other classes, divided by their number"""
+    refuse_other_dtype(x, weight)
     single, x = x.ndim < 2, x if x.ndim == 2 else o.reshape(x, shape=(1, math.prod(x.shape)))
     target = o.reshape(target, shape=(x.shape[0],))
     z = o.clamp(o.add(o.sub(x, o.gather(x, lift(target), dim=1)), margin), 0, None)

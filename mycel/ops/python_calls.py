@@ -92,28 +92,51 @@ def seeded(key: Any) -> Iterator[None]:
 
 
 def _apart(inputs: Sequence[torch.Tensor], outs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Results that share memory with no operand and with no other result."""
+    """Results that share memory with no operand and with no other result, and whose elements share none."""
     held = {x.untyped_storage().data_ptr() for x in inputs if x.numel()}
     results = []
     for y in outs:
-        y = y.clone() if y.numel() and y.untyped_storage().data_ptr() in held else y
+        if y.numel() and (y.untyped_storage().data_ptr() in held or 0 in y.stride()):
+            y = y.clone(memory_format=torch.contiguous_format)
         held.add(y.untyped_storage().data_ptr())
         results.append(y)
     return tuple(results)
 
 
-def run(inputs: Sequence[torch.Tensor], name: str, types: Sequence[Type], wrt: Sequence[int]) -> Any:
+def run(
+    inputs: Sequence[torch.Tensor], name: str, types: Sequence[Type], wrt: Sequence[int], counted: Sequence[int] = ()
+) -> Any:
     """What an island gives.  Where torch's autograd records, it records this, too; else nothing of it is kept, but code
-    that takes gradients itself can do so."""
+    that takes gradients itself can do so, and what it used of operands that are `counted` can be told."""
     known = find(name)
     if torch.is_grad_enabled():
         outs = known.run(inputs, wrt, again=False)
+        uses = [1 for _ in counted]
     else:
         leaves = [x.detach().requires_grad_(i in wrt and known.grad) for i, x in enumerate(inputs)]
         with torch.set_grad_enabled(known.grad):
-            outs = tuple(y.detach() for y in known.run(leaves, wrt, again=False))
+            outs = known.run(leaves, wrt, again=False)
+        reached = _reached(outs) if counted else set()
+        uses = [int(id(leaves[i]) in reached) for i in counted]
+        outs = tuple(y.detach() for y in outs)
     _check(known, outs, types)
+    if counted:
+        outs = (*outs, torch.tensor(uses, device=inputs[counted[0]].device))
     return outs if len(outs) != 1 else outs[0]
+
+
+def _reached(results: Sequence[torch.Tensor]) -> set[int]:
+    """The leaves (by id) to which a gradient of these results goes."""
+    nodes, seen, leaves = [y.grad_fn for y in results if y.grad_fn is not None], set[Any](), set[int]()
+    while nodes:
+        node = nodes.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.add(id(node.variable))
+        nodes += [inner for inner, _ in node.next_functions if inner is not None]
+    return leaves
 
 
 def gradients(
@@ -129,7 +152,7 @@ def gradients(
 
     grads = torch_gradients(operands, forward, arity)
     kept = is_wanted(operands[: arity[-1]], wrt, arity)
-    grads = tuple(g for g, k in zip(grads, kept, strict=True) if k)
+    grads = _apart(operands, [g for g, k in zip(grads, kept, strict=True) if k])
     return grads if len(grads) != 1 else grads[0]
 
 

@@ -249,6 +249,14 @@ class StageMap:
         """The stage a sum belongs to."""
         return self.of.get(summed.addend, self.stages - 1)
 
+    @cached_property
+    def begin(self) -> frozenset[int]:
+        """The units (by index) that are the first of their stages."""
+        first: dict[int, int] = {}
+        for i in self.flow.units:
+            first.setdefault(self.eqns[i], i)
+        return frozenset(first.values())
+
 
 def cut(flow: StepFlow, starts: Sequence[int]) -> StageMap:
     """The stages of a step; `starts`: the units (equations of the body, by index) at which the second and later stages

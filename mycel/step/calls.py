@@ -95,15 +95,16 @@ class StepCalls:
                 for _, read in readers:
                     values += read()
                 outs = code(*(values if arranged is None else arranged(values)))
-                if first and counters.skipped > before:  # the next one is the first
-                    for g in first:
+                for g in first:  # one that was not taken is followed by the first
+                    if counters.skipped > before or not counters.used(g.group.counter):
                         g.forget(optimizer)
                 if lossy:
                     messages.note(lossy)
                 if pending_errors and counters.skipped == before:
                     messages.drop(pending_errors)
                 if leaves_gradients:
-                    self.updating.finish(unsharded, outs)
+                    unused = {p for g in groups if not counters.used(g.group.counter) for p in g.params}
+                    self.updating.finish(unsharded, outs, unused)
             self.finished(outs[results])
             return outs[:results]
 

@@ -19,6 +19,10 @@ class Counters(dict[str, torch.Tensor]):
             self[name] = first.get(name, torch.tensor(0.0 if is_average else 0)).to(device)
         return self[name]
 
+    def used(self, name: str) -> bool:
+        """Did the last step use the parameters of a group?  `name`: what counts that; "" where it is no question."""
+        return not name or bool(self[name])
+
     @property
     def skipped(self) -> int:
         """Steps whose gradients were not finite."""

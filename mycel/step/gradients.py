@@ -242,9 +242,7 @@ class Recipe:
         """The program that also returns gradients, group by group, of the parameters the loss depends on."""
         names = {id_: program.roles[v].name for id_, v in trained.items()}
         wrt, results = program.positions(trained.values()), len(program.results)
-        counters: dict[str, str] = {}
-        if self.by_rule and not self._is_staged:
-            program, counters = transform.count_uses(program, trained.values())
+        program, counters = transform.count_uses(program, trained.values())
         scaled = transform.scaled(program)
         differentiated = transform.value_and_grad(
             scaled, wrt, len(scaled.results) - 1 if scaled is not program else 0, dense=False

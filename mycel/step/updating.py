@@ -7,7 +7,7 @@ added up        they are kept for `step.apply()` (`accumulation.py`)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -48,18 +48,22 @@ class Updating:
             held = self._gradients[name] = torch.zeros_like(p, memory_format=torch.preserve_format).detach()
         return held
 
-    def gradients_of(self, unsharded: UnshardedStep) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
+    def gradients_of(
+        self, unsharded: UnshardedStep, unused: Collection[torch.nn.Parameter]
+    ) -> list[tuple[torch.nn.Parameter, torch.Tensor]]:
         named = [(p, name) for g in unsharded.groups for p, name in zip(g.params, g.group.params, strict=True)]
-        return [(p, self._gradients[name]) for p, name in named]
+        return [(p, self._gradients[name]) for p, name in named if p not in unused]
 
-    def finish(self, unsharded: UnshardedStep, outs: Sequence[Any]) -> None:
+    def finish(self, unsharded: UnshardedStep, outs: Sequence[Any], unused: Collection[torch.nn.Parameter]) -> None:
         """What is left to do with gradients after the program: parameters get them, and the optimiser, where its update
-        is no part of the program."""
-        pairs = self.gradients_of(unsharded)
+        is no part of the program.  Those that the step did not use have none."""
+        pairs = self.gradients_of(unsharded, unused)
         finite = self.by_rule or bool(torch.isfinite(outs[unsharded.results]) & torch.isfinite(outs[0]))
         if not self.by_rule and finite:
             torch_update.update(self.optimizer, pairs, self.settings.clip_norm, self.settings.clip_value)
         if self.by_rule or not finite or not self.settings.grads:
+            for p in unused:
+                p.grad = None
             for p, g in pairs:
                 p.grad = g if self.settings.grads else None
 
@@ -85,8 +89,8 @@ class AddingUp(Updating):
                 "  try       train_step(…, accumulate=k): parts of one large batch, under any plan"
             )
 
-    def finish(self, unsharded: UnshardedStep, outs: Sequence[Any]) -> None:
-        self.sums.add(self.gradients_of(unsharded), self.weights)
+    def finish(self, unsharded: UnshardedStep, outs: Sequence[Any], unused: Collection[torch.nn.Parameter]) -> None:
+        self.sums.add(self.gradients_of(unsharded, unused), self.weights)
 
 
 def _split(parts: ShardedModel) -> list[str]:

@@ -16,6 +16,7 @@ New inputs, by their roles:
     hyper lr of group 0        the scalar operands of a group's update
     gradient of w              where gradients are asked for: as clipped, or of a group that is updated elsewhere
     counter skipped            how many steps changed nothing
+    counter uses.w             of a group that may stay unused: how often this step used it
     counter good_steps         where there is a loss scale: steps since it changed.  The scale itself is an input
                                already
 """
@@ -102,6 +103,7 @@ def optimise(
     kept = {p: new_input(f"{p.name}.grad", p.type, Role("gradient", of=program.role(p).name)) for p in returned}
     skipped = new_input("skipped", Type(torch.int64, ()), Role("counter", "skipped"))
     counted = dict(zip(program.updates, main.outputs[n:], strict=True))
+    counters = {group.counter: inputs[Role("counter", group.counter)] for group in groups if group.counter}
     updates: dict[str, Any] = {}
     with b:
         wide = o.global_norm(*grads)
@@ -122,6 +124,8 @@ def optimise(
             old = next(v for v in main.inputs if v.name == name)
             is_late = program.role(old).kind == "delayed"  # the step that is skipped is that of the old one
             updates[name] = new if is_late else o.where(finite, new, old)
+        uses = {name: o.sub(counted[v.name], v) for name, v in counters.items()}  # of this step
+        updates.update((counters[name].name, count) for name, count in uses.items())
         at = 0
         for group, own, (state, hyper) in zip(groups, params, given, strict=True):
             count = len(own)
@@ -135,10 +139,7 @@ def optimise(
             flags = {"count": count, **dict(group.flags)}
             stays = skip
             if group.counter:
-                counter = inputs[Role("counter", group.counter)]
-                unused = o.cast(o.eq(counted[counter.name], 0), dtype=torch.float32)
-                stays = o.maximum(skip, unused)
-                updates[counter.name] = o.sub(counter, counter)
+                stays = o.maximum(skip, o.cast(o.eq(uses[group.counter], 0), dtype=torch.float32))
             updated = OPS[group.kind](*over, *mine, *hyper, scale, stays, **flags)
             updates.update(
                 (v.name, new)

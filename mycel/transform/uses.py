@@ -7,8 +7,10 @@ where @a reads w and @b does not: @a_counting returns 1 behind what @a does, @b_
 numbers are counters of the step (`counter uses.w`), which parts of a batch add to; the update of w is skipped where it
 is 0 then, and begins anew (`optimise.py`).  Parameters that are read in the same places share one.
 
+An island says itself which of its operands it used, by the graph that autograd makes of its results.
+
 What of a parameter is read is a *pattern* of a block: ALWAYS, () for never, or (equation, pattern inside of it) for all
-equations that may.
+equations that may; (OPERAND, position) inside of an island.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from mycel.ops import o
 
 USES = "uses."
 ALWAYS = "always"
+OPERAND = "operand"
 COUNT = Type(torch.int64, ())
 Pattern = Any  # ALWAYS, or a tuple
 
@@ -89,6 +92,8 @@ class _Uses:
 
         if eqn.op is call:
             return of("block", position)
+        if eqn.op is o.island:
+            return (OPERAND, position) if position in eqn.params["wrt"] else ()
         if eqn.op is custom:
             return ALWAYS if of("forward", position) != () else ()
         if eqn.op is cond and position:
@@ -130,6 +135,8 @@ class _Uses:
         if eqn.op is call:
             params["block"] = self._named(params["block"], inside)
             outputs += numbers
+        elif eqn.op is o.island:
+            return self._count_island(b, eqn, [position for _, position in inside])
         elif eqn.op is cond:
             for k, name in enumerate(("then", "orelse")):
                 params[name] = self._named(params[name], [both[k] for both in inside])
@@ -147,6 +154,13 @@ class _Uses:
             outputs[carry:carry] = numbers
         b.eqns.append(replace(eqn, inputs=tuple(operands), params=Params(params), outputs=tuple(outputs)))
         return numbers
+
+    def _count_island(self, b: Builder, eqn: Any, positions: Sequence[int]) -> list[Var]:
+        """Appends an island that also says which of these operands it used."""
+        uses = Var(b.name("uses"), Type(torch.int64, (len(positions),)))
+        params = Params({**eqn.params, "counted": tuple(positions)})
+        b.eqns.append(replace(eqn, params=params, outputs=(*eqn.outputs, uses)))
+        return [o.select(uses, dim=0, index=i) for i in range(len(positions))]
 
     def _named(self, name: str, patterns: Sequence[Pattern]) -> Ref:
         """The block of this name that counts so."""
