@@ -1,4 +1,4 @@
-"""Sizes in bytes, read and shown: "20GiB" <-> 21474836480; and spans of time, shown."""
+"""Sizes in bytes, read and shown: "20GiB" <-> 21474836480; and counts and spans of time, shown."""
 
 from __future__ import annotations
 
@@ -29,6 +29,11 @@ def shown(size: float) -> str:
         if abs(size) >= of:
             return f"{size / of:.2f} {unit}"
     return f"{size:.0f} bytes"
+
+
+def counted(count: int, noun: str) -> str:
+    """1200, token => 1,200 tokens; 1, token => 1 token"""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def span(seconds: float) -> str:

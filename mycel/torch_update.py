@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 import torch
 
-from mycel.errors import PlanError, warn
+from mycel.errors import PlanError, TrainError, warn
 from mycel.optimizers import known_names
 from mycel.plan import Plan
 from mycel.wrapped_optimizer import name_of
@@ -58,4 +58,24 @@ def update(
         torch.nn.utils.clip_grad_norm_(list(reached), clip_norm)
     if clip_value is not None:
         torch.nn.utils.clip_grad_value_(list(reached), clip_value)
-    optimizer.step()
+    try:
+        optimizer.step()
+    except Exception as error:
+        refuse_wish(optimizer, error)
+        raise
+
+
+def refuse_wish(optimizer: torch.optim.Optimizer, error: Exception) -> None:
+    """TrainError where an optimiser failed for want of what a step has not: the loss again (SAM), or gradients that can
+    be differentiated (AdaHessian)."""
+    text = str(error)
+    if "closure" in text:
+        raise TrainError(
+            f"{name_of(optimizer)} computes the loss several times a step: it needs a closure\n"
+            "  try       mycel.value_and_grad(loss, wrt=model) in a closure of your own, or torch.optim.AdamW"
+        ) from error
+    if "does not require grad" in text:
+        raise TrainError(
+            f"{name_of(optimizer)} differentiates gradients, those of a step have no graph\n"
+            "  try       mycel.jit(model) in a loop of your own, with loss.backward(create_graph=True)"
+        ) from error

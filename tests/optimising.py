@@ -3,6 +3,8 @@
 CASES    name -> (a function of parameters that makes torch's optimiser)
 Lion     torch has none: this one has the interface and the update of lion-pytorch
 Whitened one of which Mycel knows nothing
+Shampoo  its state are lists of matrices, which are made anew every other step
+EightBit its state are codes in 8 bits, in a class of tensors of its own
 """
 
 from __future__ import annotations
@@ -45,6 +47,87 @@ class Whitened(torch.optim.Optimizer):
             seen["count"] = seen.get("count", 0) + 1  # a plain number: state need not be tensors
             size = len(seen["gram"])
             p -= self.param_groups[0]["lr"] * torch.linalg.solve(seen["gram"] + torch.eye(size), g).reshape(p.shape)
+
+
+class Shampoo(torch.optim.Optimizer):
+    """Gupta et al. 2018: the gradient times an inverse root of its own statistics along each dim, with momentum."""
+
+    def __init__(self, params, lr=0.02, momentum=0.9, every=2):
+        super().__init__(params, {"lr": lr, "momentum": momentum, "every": every})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.add_(self.direction(p, group), alpha=-group["lr"])
+        return loss
+
+    def direction(self, p, group):
+        state = self.state[p]
+        if not state:
+            eyes = [torch.eye(n, dtype=p.dtype) for n in p.shape]
+            state.update(step=0, sums=[0.01 * eye for eye in eyes], roots=eyes, momentum=torch.zeros_like(p))
+        g = p.grad
+        for dim in range(p.ndim):
+            flat = p.grad.transpose(0, dim).reshape(p.shape[dim], -1)
+            state["sums"][dim] = state["sums"][dim] + flat @ flat.T
+            if state["step"] % group["every"] == 0:
+                values, vectors = torch.linalg.eigh(state["sums"][dim])
+                state["roots"][dim] = vectors * values ** (-0.5 / p.ndim) @ vectors.T
+            g = torch.tensordot(g, state["roots"][dim], dims=([0], [0]))  # the next dim comes to the front
+        state["step"] += 1
+        return state["momentum"].mul_(group["momentum"]).add_(g)
+
+
+class Codes(torch.Tensor):
+    """Numbers in blocks of 16, each a byte and the block a scale; it can be made and read, nothing else."""
+
+    @staticmethod
+    def __new__(cls, codes, scale, shape):
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=scale.dtype)
+
+    def __init__(self, codes, scale, shape):
+        self.codes, self.scale = codes, scale
+
+    @classmethod
+    def of(cls, x):
+        blocks = torch.nn.functional.pad(x.flatten(), (0, -x.numel() % 16)).view(-1, 16)
+        scale = blocks.abs().amax(1, keepdim=True).clamp(min=1e-12)
+        return cls((blocks / scale * 127 + 128).round().to(torch.uint8), scale, x.shape)
+
+    def numbers(self):
+        return ((self.codes.to(self.scale.dtype) - 128) / 127 * self.scale).flatten()[: self.numel()].view(self.shape)
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], tuple(self.shape)
+
+    @staticmethod
+    def __tensor_unflatten__(tensors, context, size, stride):
+        return Codes(tensors["codes"], tensors["scale"], torch.Size(context))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(f"{func} of codes")
+
+
+class EightBit(torch.optim.Optimizer):
+    """Adam whose averages are kept as codes."""
+
+    def __init__(self, params, lr=0.02, betas=(0.9, 0.99)):
+        super().__init__(params, {"lr": lr, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            beta1, beta2 = group["betas"]
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                state["step"] = state.get("step", 0) + 1
+                before = [state[slot].numbers() if slot in state else torch.zeros_like(p) for slot in ("mean", "root")]
+                mean, root = before[0].lerp(p.grad, 1 - beta1), before[1].square().lerp(p.grad**2, 1 - beta2).sqrt()
+                state["mean"], state["root"] = Codes.of(mean), Codes.of(root)
+                p.addcdiv_(mean, root + 1e-3, value=-group["lr"])
 
 
 Make = Callable[[Any], torch.optim.Optimizer]

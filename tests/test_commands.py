@@ -74,6 +74,12 @@ def of(checkpoint: Path) -> dict[str, torch.Tensor]:
     return {name.removeprefix("model."): x for name, x in saved.items() if name.startswith("model.")}
 
 
+def test_a_path_is_said_as_it_was_given(run, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for form, file in (("hf", ""), ("safetensors", "/model.safetensors")):
+        assert mycel("export", run, "--to", form, "--out", form).stdout == f"exported: {form}{file}\n"
+
+
 def test_what_is_exported_is_the_checkpoint(run, folder, tmp_path):
     held = dict(hf.AutoModelForCausalLM.from_pretrained(folder).state_dict())
     wanted = of(best(run / "checkpoints"))
@@ -350,6 +356,9 @@ def test_messages(run, folder, tmp_path):
     (tmp_path / "bad.jsonl").write_text('{"prompt": "a", "choices": ["b"], "answer": 3}\n')
     (tmp_path / "no.jsonl").write_text('{"question": "a"}\n')
     (tmp_path / "chat.jsonl").write_text('{"prompt": "a"}\n{"messages": [{"role": "user", "content": "a"}]}\n')
+    (tmp_path / "number.jsonl").write_text('{"prompt": null}\n')
+    (tmp_path / "word.jsonl").write_text('{"messages": "a"}\n')
+    (tmp_path / "nothing.jsonl").write_text("\n")
     (tmp_path / "binary.txt").write_bytes(b"\x9d\xff")
     commands = [
         ("evaluate", tmp_path / "nothing", "--data", tmp_path / "text.txt"),
@@ -365,6 +374,10 @@ def test_messages(run, folder, tmp_path):
         ("generate", folder, "--prompt", "a", "--out", tmp_path / "a.jsonl"),
         ("generate", folder, "--file", tmp_path / "text.txt", "--out", tmp_path / "no" / "a.jsonl"),
         ("generate", folder, "--file", tmp_path / "text.txt", "--out", tmp_path),
+        ("generate", folder, "--file", tmp_path / "text.txt", "--out", tmp_path / "text.txt"),
+        ("generate", folder, "--file", tmp_path / "number.jsonl"),
+        ("generate", folder, "--file", tmp_path / "word.jsonl"),
+        ("generate", folder, "--file", tmp_path / "nothing.jsonl"),
         ("export", folder),
         ("export", run, "--to", "gguf"),
         ("export", run, "--to", "onx"),
@@ -373,6 +386,7 @@ def test_messages(run, folder, tmp_path):
     for command in commands:
         result = mycel(*command)
         assert result.exit_code == 1, (command, result.output)
+        assert (tmp_path / "text.txt").read_text() == "some text"
         texts.append("\n".join(line for line in result.stderr.splitlines() if line != str(folder)))
     golden("refusal_commands", words("\n\n".join(texts), run, tmp_path))
     golden("told_exported", words(mycel("export", run, "--out", tmp_path / "model").stderr, run))
@@ -459,8 +473,8 @@ def test_responses_are_written_as_they_come(folder, tmp_path, monkeypatch):
         return stream(module, ids, *more)
 
     monkeypatch.setattr("mycel.train.generate.stream", interrupted)
-    mycel("generate", folder, "--file", prompts, "--out", prompts, "--tokens", 5)
-    assert [json.loads(line)["prompt"] for line in prompts.read_text().splitlines()] == ["def "]
+    mycel("generate", folder, "--file", prompts, "--out", out, "--tokens", 5)
+    assert [json.loads(line)["prompt"] for line in out.read_text().splitlines()] == ["def "]
 
 
 def test_a_model_that_is_broken_says_where(folder, tmp_path):

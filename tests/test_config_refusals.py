@@ -179,6 +179,11 @@ unknown key trian
   at        run.yaml:1:1
             trian: {steps: 3}
   try       train or trace""",
+    "data: {validation: 0.1}\n": """\
+data.validation is 0.1, not a path or a list of paths or null
+  at        run.yaml:1:8
+            data: {validation: 0.1}
+  try       split: 0.1""",
     "data: {seq_len: 128}\n": """\
 unknown key data.seq_len
   at        run.yaml:1:8

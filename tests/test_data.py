@@ -395,7 +395,7 @@ def test_the_report_says_what_was_left_out(make):
     data = make({"a.jsonl": records, "held.jsonl": [{"text": "short"}]}, pack=False, tokenizer=Bytes(), length=16)
     assert data.report == (
         "train: 38 tokens, 3 sequences of 16",
-        "validation: 6 tokens, 1 sequences of 16",
+        "validation: 6 tokens, 1 sequence of 16",
         "2 empty documents left out",
         "2 of 3 examples are longer than 16 tokens and were truncated",
         "1 of 1 validation documents are in the training data too",

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from golden import golden
-from optimising import Whitened, rows, small, trained
+from optimising import EightBit, Shampoo, Whitened, rows, small, trained
 from stepping import bitwise, both
 
 import mycel
@@ -41,6 +41,41 @@ def test_on_one_device(way, make, tmp_path):
     assert [other.step(**rows(i)) for i in (2, 3)] == losses
     other.step.load(tmp_path / "saved" / "step-00000002")
     assert bitwise(other.step.state_dict()["model"], state["model"])
+
+
+@pytest.mark.filterwarnings("ignore:.*runs as it is")
+@pytest.mark.parametrize("make", [Shampoo, EightBit])
+@pytest.mark.parametrize("way", ["state dict", "folder"])
+def test_state_of_lists_and_of_tensors_of_a_class_of_their_own(way, make, tmp_path):
+    """The other step's state is a copy: what goes on here does not reach it."""
+    pair, other = (both(lambda: small(""), lambda m: make(trained(m))) for _ in range(2))
+    for i in range(3):
+        pair.step(**rows(i))
+    other.step.load(pair.step.save(tmp_path)) if way == "folder" else other.step.load_state_dict(pair.step.state_dict())
+    losses = [pair.step(**rows(i)) for i in range(3, 6)]
+    assert [other.step(**rows(i)) for i in range(3, 6)] == losses
+    mine, theirs = (x.optimizer.state[x.model.up.weight] for x in (pair, other))
+    assert mine.keys() == theirs.keys() and {k: type(v) for k, v in mine.items()} == {
+        k: type(v) for k, v in theirs.items()
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*runs as it is")
+def test_state_that_no_file_can_hold_is_refused_and_copied(tmp_path):
+    class Marked(Whitened):
+        def step(self, closure=None):
+            super().step()
+            for held in self.state.values():
+                held["mark"] = held.get("mark", {1, 2})
+
+    pair, other = (both(lambda: small(""), lambda m: Marked(trained(m))) for _ in range(2))
+    pair.step(**rows(0))
+    with pytest.raises(CheckpointError) as refused:
+        pair.step.save(tmp_path)
+    golden("refusal_state_in_files", str(refused.value))
+    other.step.load_state_dict(pair.step.state_dict())
+    mine, theirs = (x.optimizer.state[x.model.up.weight]["mark"] for x in (pair, other))
+    assert mine == theirs and mine is not theirs
 
 
 def test_the_last_checkpoints_stay(tmp_path):

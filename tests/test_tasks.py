@@ -374,6 +374,23 @@ def test_layers_for_a_task_are_fresh_and_all_others_are_the_folders(tmp_path, co
     assert all(torch.equal(half.get_parameter(name), one.module.get_parameter(name).bfloat16()) for name in fresh)
 
 
+def test_fresh_layers_are_said_once_and_one_example_is_not_several(files, disk, capsys):
+    folder = folder_of(files / "language", {**LLAMA, "pad_token_id": 0})
+    chosen = of_task(files, disk, "classify", "texts.jsonl", CLASSIFIER, steps=2)
+    path = chosen.model.model_copy(update={"path": folder, "config": None, "labels": 2})
+    data = chosen.data.model_copy(update={"validation": str(files / "one.jsonl")})
+    (files / "one.jsonl").write_text('{"text": "one", "label": "yes"}')
+    chosen = chosen.model_copy(update={"model": path, "data": data, "run": files / "run-fresh"})
+    assert train(chosen) == 0
+    output = capsys.readouterr().out
+    assert "fresh layers for" in output and "1 example of 2 classes" in " ".join(output.split())
+    longer = chosen.train.model_copy(update={"steps": 4})
+    assert train(chosen.model_copy(update={"train": longer}), resume=chosen.run) == 0
+    assert "fresh layers for" not in capsys.readouterr().out
+    result = CliRunner().invoke(app, ["evaluate", str(chosen.run), "--data", str(files / "one.jsonl")])
+    assert result.stdout.rstrip().endswith(" of 1 example"), result.output
+
+
 def test_layers_that_the_folder_should_have_are_not_made_up(tmp_path):
     from safetensors.torch import load_file, save_file
 

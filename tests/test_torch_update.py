@@ -9,7 +9,7 @@ import pytest
 import torch
 from distributing import OneDevice, step_equals
 from golden import golden
-from optimising import Lion, Whitened, rows, small, trained
+from optimising import EightBit, Lion, Shampoo, Whitened, rows, small, trained
 from stepping import agree, beside, both, cross_entropy, mlp, plain_step
 from stepping import rows as batches
 from torch import nn
@@ -113,6 +113,8 @@ AS_IT_IS = {
     "a wrapper of several": lambda ps: Alternating([*ps]),
     "a subclass that changes the learning rate": lambda ps: Rising(ps, lr=0.02, momentum=0.9),
     "one's own": Whitened,
+    "Shampoo, with groups": lambda ps: Shampoo([{"params": [*ps][:2]}, {"params": [*ps][2:], "lr": 0.01, "every": 1}]),
+    "state in 8 bits": EightBit,
     "a subclass with its own update": lambda ps: Own(ps, lr=0.02),
     "an option no rule knows": lambda ps: Lion(ps, lr=0.02, use_triton=True),
     "a class without what its name promises": lambda ps: type("Lion", (Whitened,), {})(ps),
@@ -127,6 +129,48 @@ def test_any_optimiser_takes_the_steps_it_would_in_plain_torch(make, settings):
     pair = beside(lambda: small(""), lambda m: make(trained(m)), rows, steps=4, **settings)
     agree(pair, loss=1e-9, params=1e-9)
     assert all(p.grad is None for p in pair.model.parameters()) and not pair.step.updating.by_rule
+
+
+OF_LIBRARIES = {
+    "torchao.optim": lambda of, ps: of.AdamW8bit(ps, lr=0.02, block_size=64),
+    "bitsandbytes": lambda of, ps: of.optim.AdamW8bit(ps, lr=0.02, min_8bit_size=64),
+    "torch_optimizer": lambda of, ps: of.Shampoo(ps, lr=0.02),
+    "pytorch_optimizer": lambda of, ps: of.SOAP(ps, lr=0.02),
+    "accelerate": lambda of, ps: of.Accelerator(cpu=True).prepare(torch.optim.AdamW(ps, lr=0.02)),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("library", OF_LIBRARIES)
+def test_optimisers_of_libraries_where_they_are_installed(library, tmp_path):
+    """They take their own steps, and go on from a checkpoint."""
+    of = pytest.importorskip(library)
+
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 4))
+
+    def batch(i: int) -> list[torch.Tensor]:
+        return [*torch.randn(16, 68, generator=torch.Generator().manual_seed(i)).split([64, 4], 1)]
+
+    make = lambda model: OF_LIBRARIES[library](of, model.parameters())
+    model, twin, other = net(), net(), net()
+    step, again = (mycel.train_step(m, make(m), loss=nn.functional.mse_loss) for m in (model, other))
+    plain = make(twin)
+    for i in range(4):
+        if i == 2:
+            step.save(tmp_path)
+            again.load(tmp_path)
+        plain.zero_grad()
+        x, y = batch(i)
+        loss = nn.functional.mse_loss(twin(x), y)
+        loss.backward()
+        plain.step()
+        assert float(step(x, y)) == pytest.approx(loss.item(), rel=1e-6)
+        if i >= 2:
+            assert float(again(x, y)) == pytest.approx(loss.item(), rel=1e-5)
+    torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(dict(other.state_dict()), dict(twin.state_dict()), rtol=1e-5, atol=1e-5)
 
 
 @QUIET
@@ -180,12 +224,34 @@ def test_it_is_said_once():
     golden("told_as_it_is", str(caught[0].message))
 
 
+class Sharpness(torch.optim.SGD):
+    """Asks for a closure only when it steps."""
+
+    def step(self, closure=None):
+        if closure is None:
+            raise RuntimeError("Sharpness requires closure")
+
+
+class Curvature(torch.optim.SGD):
+    """Differentiates gradients."""
+
+    def step(self, closure=None):
+        params = self.param_groups[0]["params"]
+        torch.autograd.grad([p.grad for p in params], params, [torch.ones_like(p) for p in params])
+
+
+@QUIET
 def test_messages():
     model = nn.Linear(2, 2)
     texts = []
     for make in (torch.optim.LBFGS, torch.optim.SparseAdam, lambda ps: list(ps)):
         with pytest.raises(TrainError) as refused:
             mycel.train_step(model, make(model.parameters()))
+        texts.append(str(refused.value))
+    for kind in (Sharpness, Curvature):
+        step = mycel.train_step(model, kind(model.parameters(), lr=0.1), loss=nn.functional.mse_loss)
+        with pytest.raises(TrainError) as refused:
+            step(torch.ones(2, 2), torch.ones(2, 2))
         texts.append(str(refused.value))
     optimizer = Whitened(model.parameters())
     for plan, split in ((Plan(Mesh(tp=2)), ["weight"]), (Plan(Mesh(dp=2), batch=["dp"], zero=1, over=("dp",)), [])):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 import shutil
 from pathlib import Path
@@ -262,8 +264,16 @@ def test_a_folder_that_cannot_be_is_found_before_work_starts(disk, tmp_path, mon
     (tmp_path / "file").touch()
     monkeypatch.setattr("mycel.train.loop.assemble", lambda *a: pytest.fail("work was done"))
     text = refused(config(disk, tmp_path / "file" / "run"), CheckpointError)
+
+    def no_folder(**_):  # as /proc has it, also for root
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    with monkeypatch.context() as patched:
+        patched.setattr("tempfile.mkdtemp", no_folder)
+        text += "\n\n" + refused(config(disk, tmp_path / "run"), CheckpointError)
     monkeypatch.setattr("os.access", lambda path, mode: False)  # tests may run as root, who may write everywhere
     text += "\n\n" + refused(config(disk, tmp_path / "run"), CheckpointError)
+    assert [*tmp_path.iterdir()] == [tmp_path / "file"]
     golden("told_unusable_folder", text.replace(str(tmp_path), "FOLDER"))
 
 

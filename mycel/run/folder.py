@@ -17,6 +17,7 @@ import json
 import os
 import shutil
 import socket
+import tempfile
 import weakref
 from pathlib import Path
 from types import TracebackType
@@ -163,7 +164,7 @@ def refuse_used(path: Path) -> None:
 
 
 def refuse_unwritable(path: Path) -> None:
-    """What making this folder would be told, before any work is done for it; nothing is made."""
+    """What making this folder would be told, before any work is done for it; nothing is left there."""
     there = next(p for p in [path, *path.absolute().parents] if p.exists())
     if not there.is_dir():
         raise CheckpointError(
@@ -174,6 +175,13 @@ def refuse_unwritable(path: Path) -> None:
             f"the run cannot be in this folder: {there} may not be written to\n  at        {path}\n"
             "  try       another folder: --run FOLDER"
         )
+    try:
+        os.rmdir(tempfile.mkdtemp(prefix=".mycel-", dir=there))  # a disk may refuse what permissions allow: /proc
+    except OSError as e:
+        raise CheckpointError(
+            f"the run cannot be in this folder: {there} takes no new folder ({e.strerror})\n  at        {path}\n"
+            "  try       another folder: --run FOLDER"
+        ) from None
 
 
 def refuse_strange(path: Path) -> None:

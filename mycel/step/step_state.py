@@ -33,6 +33,7 @@ from mycel.run.shards import MANIFEST, Manifest, read_manifest
 from mycel.run.shares import Shares
 from mycel.run.snapshot import Layouts
 from mycel.run.torch_checkpoint import has_torch_weights, optimizer_slots, weights_of
+from mycel.step import nested_state
 
 Tensors = dict[str, torch.Tensor]
 NAME = "model.safetensors"  # of weights alone
@@ -53,12 +54,26 @@ def model_tensors(model: nn.Module, frozen: bool = True) -> Tensors:
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
     """The optimiser's state as it is held, by parameter and slot."""
     settle_hosts()
-    return {
-        f"{name}.{slot}": x
-        for name, p in model.named_parameters()
-        for slot, x in optimizer.state.get(p, {}).items()
-        if isinstance(x, torch.Tensor)
-    }
+    tensors: Tensors = {}
+    for name, p in model.named_parameters():
+        for slot, x in optimizer.state.get(p, {}).items():
+            if not nested_state.is_plain(x):
+                tensors |= {f"{name}.{label}": leaf for label, leaf in _flatten(name, slot, x)[0].items()}
+            elif isinstance(x, torch.Tensor):
+                tensors[f"{name}.{slot}"] = x
+    return tensors
+
+
+def _flatten(name: str, slot: str, value: Any) -> tuple[Tensors, Any]:
+    """A slot of more than a tensor or number as both; refused where it holds what a checkpoint cannot."""
+    try:
+        return nested_state.flatten(value, slot)
+    except TypeError as error:
+        raise CheckpointError(
+            f"the optimiser's state holds a {error}, which no checkpoint can\n"
+            f"  at        {slot} of {name}\n"
+            "  try       torch.save(step.state_dict(), FILE), or lists, tuples and dicts of tensors and numbers"
+        ) from None
 
 
 def layouts(
@@ -235,7 +250,7 @@ class StepState:
         with self._open():
             self.optimizer.load_state_dict(state)
         for held in self.optimizer.state.values():  # of its own: torch takes the tensors that it is given
-            held.update({slot: x.clone() for slot, x in held.items() if isinstance(x, torch.Tensor)})
+            held.update({slot: nested_state.copied(x) for slot, x in held.items()})
         if self.split is not None:
             self.split.cut_state()
 
@@ -416,22 +431,41 @@ class StepState:
         for name, values in plain.get("state", {}).items():
             if self.split is None or self.split.is_own(name):
                 self.optimizer.state[parameters[name]].update(values)
+        for name, slots in plain.get("nested", {}).items():
+            if self.split is None or self.split.is_own(name):
+                self._put_together(self.optimizer.state[parameters[name]], slots, loaded.path)
         for group, options in zip(self.optimizer.param_groups, plain.get("groups", ()), strict=False):
             group.update({k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
         self.set_counters(named("step."))
         is_shared = self.split is not None and bool(self.split.owners)
         self.messages.take(loaded.tensors, self.split is None, *([self.process.tell] if is_shared else []))
 
+    def _put_together(self, held: dict[str, Any], slots: Mapping[str, Any], at: Path) -> None:
+        """Slots of more than a tensor or number, in the place of their tensors."""
+        labels = [label for label in held if any(label.startswith(f"{slot}/") for slot in slots)]
+        tensors = {label: held.pop(label) for label in labels}
+        for slot, described in slots.items():
+            try:
+                held[slot] = nested_state.unflatten(described, tensors)
+            except LookupError as error:
+                raise CheckpointError(
+                    f"the optimiser's state is made of {error.args[0]}, which is not loaded\n  at        {at}\n"
+                    "  try       the optimiser it was saved with"
+                ) from None
+
     def _plain(self) -> dict[str, Any]:
-        """What of the optimiser is no tensor, and JSON can hold: options of its groups, numbers among its state."""
+        """What of the optimiser is no tensor, and JSON can hold: options of its groups, numbers among its state, and
+        how what is neither is made of tensors and numbers."""
         names = self._names()
-        state = {
-            names[id(p)]: plain
-            for p, held in self.optimizer.state.items()
-            if id(p) in names and (plain := {k: v for k, v in held.items() if _is_json(v)})
+        slots = {names[id(p)]: held for p, held in self.optimizer.state.items() if id(p) in names}
+        numbers = lambda held: {k: v for k, v in held.items() if isinstance(v, nested_state.SCALARS)}
+        nested = lambda name, held: {
+            k: _flatten(name, k, v)[1] for k, v in held.items() if not nested_state.is_plain(v)
         }
+        state = {name: plain for name, held in slots.items() if (plain := numbers(held))}
+        described = {name: more for name, held in slots.items() if (more := nested(name, held))}
         groups = [{k: v for k, v in g.items() if k != "params" and _is_json(v)} for g in self.optimizer.param_groups]
-        return {"state": state, "groups": groups}
+        return {"state": state, "groups": groups, **({"nested": described} if described else {})}
 
     def _load_weights(self, folder: Path) -> int:
         """The weights in safetensors files, or in those of torch, tied ones by any of their names."""

@@ -42,7 +42,7 @@ from mycel.train.widths import Widths
 
 @dataclass(frozen=True)
 class Assembly:
-    """What a run is made of; `notes` are what its makers have to say."""
+    """What a run is made of; `notes` are what its makers have to say, besides those of the model."""
 
     config: settings.Config
     device: torch.device
@@ -131,7 +131,7 @@ def assemble(config: settings.Config, waiting: Waiting, team: Team | None = None
         cuts=cuts,
         head=head_of(config),
     )
-    notes = [*model.notes]
+    notes: list[str] = []
     if data is None:
         data = task_data(config, tokenizer, model.module, model.config)
     task_notes, vocab = [], _check_tokens(config, data, tokenizer, model.module, notes)

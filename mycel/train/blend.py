@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from mycel.sizes import counted
 from mycel.train.data import Data
 from mycel.train.order import Order
 
@@ -118,7 +119,7 @@ def blended(parts: Sequence[Data], names: Sequence[str], weights: Sequence[float
     shares = BlendOrder(train.counts, tuple(weights)).shares()
     listed = ", ".join(f"{n / BLOCK:.1%} {name}" for n, name in zip(shares, names, strict=True))
     sizes = [
-        f"{name}: {split.tokens:,} tokens, {split.count:,} sequences of {split.length}"
+        f"{name}: {counted(split.tokens, 'token')}, {counted(split.count, 'sequence')} of {split.length}"
         for name, split in (("train", train), ("validation", validation))
     ]
     notes = dict.fromkeys(note for data in parts for note in data.report[2:])

@@ -15,6 +15,7 @@ from torch import nn
 
 from mycel.api import capture
 from mycel.errors import TrainError
+from mycel.sizes import counted
 from mycel.train import device as devices
 from mycel.train import generate as generating
 from mycel.train import lora, score
@@ -116,6 +117,7 @@ def generate(
         raise TrainError("one prompt, or a file of them\n  try       --prompt TEXT, or --file PROMPTS.jsonl")
     if out is not None:
         _refuse_out(out, file)
+    records = [*generating.prompts(file)] if file is not None else []  # what is wrong with it comes before the model
     given = trained(where, last, devices.choose(device, "--device"))
     decoder = generating.decoder_of(given.module)  # one for all prompts
     tokenizer = given.needs_tokenizer()
@@ -129,23 +131,20 @@ def generate(
         ids = generating.prompt_ids(tokenizer, prompt, chat)
         if decoder.places is not None and len(ids) < decoder.places < len(ids) + how.tokens:
             room = decoder.places - len(ids)
-            say(f"{room} tokens at most: the model has {decoder.places} places, the prompt takes {len(ids)}")
+            say(f"{counted(room, 'token')} at most: the model has {decoder.places} places, the prompt takes {len(ids)}")
         for piece in written(ids):
             write(piece)
         write("\n")
         return
-    assert file is not None
     asked = []
-    for record, at in generating.prompts(file):  # all of them, before the first response
+    for record, at in records:  # all of them, before the first response
         ids = (
             generating.message_ids(tokenizer, record["messages"], at)
             if "messages" in record
-            else generating.prompt_ids(tokenizer, str(record["prompt"]), chat, at)
+            else generating.prompt_ids(tokenizer, record["prompt"], chat, at)
         )
         generating.refuse_long(ids, decoder, at)
         asked.append((record, ids))
-    if not asked:
-        raise TrainError(f"no prompt in the file\n  at        {file}\n  try       a prompt on each line")
     with nullcontext() if out is None else out.open("w") as responses:
         for record, ids in asked:
             line = json.dumps({**record, "response": "".join(written(ids))}, ensure_ascii=False) + "\n"
@@ -155,7 +154,7 @@ def generate(
                 responses.write(line)
                 responses.flush()
     if out is not None:
-        say(f"{len(asked)} response{'s' if len(asked) > 1 else ''}: {out}")
+        say(f"{counted(len(asked), 'response')}: {out}")
 
 
 def _refuse_out(out: Path, file: Path | None) -> None:
@@ -165,6 +164,8 @@ def _refuse_out(out: Path, file: Path | None) -> None:
     if out.is_dir() or not out.absolute().parent.is_dir():
         what = "it is a folder" if out.is_dir() else f"there is no folder {out.parent}"
         raise TrainError(f"the responses cannot be written: {what}\n  at        {out}\n  try       another --out")
+    if out.resolve() == file.resolve():
+        raise TrainError(f"the responses would replace the prompts\n  at        {out}\n  try       another --out")
 
 
 def export_run(run: Path, say: Say, *, last: bool, to: str, out: Path | None) -> Path:

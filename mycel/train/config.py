@@ -67,7 +67,9 @@ class DataConfig(Section):
     """what it learns from"""
 
     train: forms.Sources = Field(default="stdlib", description="stdlib: Python's own sources; path, glob, or list")
-    validation: forms.Sources | None = Field(default=None, description="the same; null: a part of the training data")
+    validation: forms.Sources | None = Field(
+        default=None, description="the same; null: a part of the training data", json_schema_extra={"share": "split"}
+    )
     split: forms.Part = Field(default=0.01, description="how large a part")
     weights: forms.Weights | None = Field(default=None, description="shares of data.train's; null: all as one")
     format: Literal["auto", "text", "jsonl", "json", "csv", "parquet", "arrow", "tokens"] = Field(

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from mycel.errors import TrainError
+from mycel.sizes import counted
 from mycel.train.cache import obtain
 from mycel.train.documents import DOCUMENT_FIELDS, FIELDS, bin_dtype
 from mycel.train.sources import RECORDS, DataFile, File, check_unchanged, find, identify
@@ -90,7 +91,9 @@ def prepare(
             raise TrainError(
                 f"the {name} data is empty: it has no sequence with a token to predict\n  at        {store.paths[0]}"
             )
-        sizes.append(f"{name}: {sequences.tokens:,} tokens, {sequences.count:,} sequences of {length}")
+        sizes.append(
+            f"{name}: {counted(sequences.tokens, 'token')}, {counted(sequences.count, 'sequence')} of {length}"
+        )
     return Data(train, held, (*sizes, *notes), _hash(identity), stores)
 
 

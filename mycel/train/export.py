@@ -51,7 +51,7 @@ def export(
         folder.is_dir() and (not any(folder.iterdir()) or any((folder / n).is_file() for n in ("config.json", ADAPTER)))
     ):
         raise refusal(f"{folder} is there and is no model folder: it would be replaced", "export", "another folder")
-    folder = folder.resolve()
+    given, folder = folder, folder.resolve()
     partial, old = (folder.with_name(f".{folder.name}.{state}") for state in ("partial", "old"))
     try:
         # what an export that was killed left: half a model, or the old one without its name
@@ -85,7 +85,7 @@ def export(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return folder
+    return given
 
 
 def _save(module: Any, folder: Path, config: Any, max_shard: str, state: dict[str, torch.Tensor] | None = None) -> None:

@@ -129,6 +129,8 @@ def prompts(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is not text"
         raise TrainError(f"cannot read the prompts: {why}\n  at        {file}\n  try       another file") from None
+    if not any(line.strip() for line in lines):
+        raise TrainError(f"no prompt in the file\n  at        {file}\n  try       a prompt on each line")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -144,4 +146,20 @@ def prompts(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
             raise TrainError(
                 f'no prompt\n  at        {where}\n  try       {{"prompt": "…"}} or {{"messages": […]}} on each line'
             )
+        _refuse_form(record, where)
         yield record, where
+
+
+def _refuse_form(record: dict[str, Any], where: str) -> None:
+    """A prompt that is no text, messages that are no list of them; which roles there are, the chat template says."""
+    if "messages" not in record:
+        if isinstance(record["prompt"], str):
+            return
+        what, hint = f"the prompt is {json.dumps(record['prompt'])}, not text", '{"prompt": "…"}'
+    else:
+        chat = record["messages"]
+        if isinstance(chat, list) and chat and all(isinstance(x, dict) and "role" in x for x in chat):
+            return
+        what = "messages is no list of messages, each with a role"
+        hint = '{"messages": [{"role": "user", "content": "…"}]}'
+    raise TrainError(f"{what}\n  at        {where}\n  try       {hint}")

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mycel.errors import TrainError
+from mycel.sizes import counted
 from mycel.train.data import Data, Names
 from mycel.train.documents import class_names, records
 from mycel.train.sources import IMAGES, find, near
@@ -176,8 +177,8 @@ def labelled_data(
         train, kept = given, read(validation, given.classes or None, True)
     if train.classes and len(train.classes) < 2:
         raise TrainError(f"there is one class: {train.classes[0]}\n  at        data.train\n  try       two or more")
-    kind = {"classify": f"examples of {len(train.classes)} classes"}.get(task, "pairs")
-    report = tuple(f"{name}: {x.count:,} {kind}" for name, x in (("train", train), ("validation", kept)))
+    noun, of = ("example", f" of {len(train.classes)} classes") if task == "classify" else ("pair", "")
+    report = tuple(f"{name}: {counted(x.count, noun)}{of}" for name, x in (("train", train), ("validation", kept)))
     identity = [task, length, train.hashes.tolist(), kept.hashes.tolist(), train.classes]
     fingerprint = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
     return Data(train, kept, report, fingerprint, ())

@@ -37,6 +37,7 @@ from mycel.run.checkpoint import Loaded, Saver, best, latest, load_latest, load_
 from mycel.run.folder import RunFolder, explain, refuse_in_use, refuse_strange, refuse_unwritable, refuse_used
 from mycel.run.rendezvous import seat
 from mycel.run.shards import read_manifest
+from mycel.sizes import counted
 from mycel.train import device as devices
 from mycel.train import metrics, models, state, summary
 from mycel.train.assemble import Assembly, assemble
@@ -126,7 +127,7 @@ class Run:
             self.folder = self._claimed(held, lambda: _new_folder(self.config, self.started_from, self.overwrite))
         where = self.folder or self.resume or _folder_name(self.config, self.started_from)
         self.progress.summary(summary.rows(parts, self.outlook, loaded.step if loaded else 0, where), "what will run")
-        for note in summary.notes(parts):
+        for note in summary.notes(parts, begins=loaded is None):
             self._note(note)
         if self.folder is None:
             return 0
@@ -285,7 +286,7 @@ class Run:
                 if steps.validation is not None
                 else []
             ),
-            ("time", f"{steps.done} steps in {duration(steps.seconds)}"),
+            ("time", f"{counted(steps.done, 'step')} in {duration(steps.seconds)}"),
             *([("a step", str(measured))] if measured is not None else []),
             (
                 "memory",

@@ -28,6 +28,7 @@ from torch.nn import functional as F
 
 from mycel.errors import TrainError
 from mycel.forward import evaluating
+from mycel.sizes import counted
 from mycel.train import labelled
 from mycel.train.data import opened
 from mycel.train.documents import records
@@ -52,7 +53,7 @@ class TextScore:
     def __str__(self) -> str:
         return (
             f"loss {self.loss:.4f} nats per token, perplexity {self.perplexity:.4g}, accuracy {self.accuracy:.2%} of "
-            f"{self.tokens:,} tokens"
+            f"{counted(self.tokens, 'token')}"
         )
 
 
@@ -65,7 +66,7 @@ class ChoiceScore:
     questions: int
 
     def __str__(self) -> str:
-        questions = "1 question" if self.questions == 1 else f"{self.questions:,} questions"
+        questions = counted(self.questions, "question")
         return f"accuracy {self.accuracy:.2%}, for each byte {self.accuracy_by_byte:.2%}, of {questions} with choices"
 
 
@@ -78,7 +79,7 @@ class ExampleScore:
     examples: int
 
     def __str__(self) -> str:
-        return f"loss {self.loss:.4f}, accuracy {self.accuracy:.2%} of {self.examples:,} examples"
+        return f"loss {self.loss:.4f}, accuracy {self.accuracy:.2%} of {counted(self.examples, 'example')}"
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class PairScore:
 
     def __str__(self) -> str:
         loss = f"loss {self.loss:.4f} nats per pair, " if self.loss is not None else ""
-        pairs = "1 pair" if self.pairs == 1 else f"{self.pairs:,} pairs"
+        pairs = counted(self.pairs, "pair")
         return f"{loss}accuracy {self.accuracy:.2%} of {pairs}, margin {self.margin:.4f} ({self.scored_by})"
 
 

@@ -169,12 +169,15 @@ def _words(field: FieldInfo) -> str:
 
 
 def _hint(field: FieldInfo, value: Any) -> str:
-    """The nearest choice, quotes around what should be text, an example, or the default."""
+    """The nearest choice, the setting that a share is for, quotes around what should be
+    text, an example, or the default."""
     forms, section = _forms(field), section_of(field)
     if get_origin(field.annotation) is Literal and (
         near := get_close_matches(str(value).lower(), get_args(field.annotation), n=1)
     ):
         return str(near[0])
+    if isinstance(value, float) and 0 < value < 1 and isinstance(field.json_schema_extra, dict):
+        return f"{field.json_schema_extra['share']}: {inline(value)}"
     if isinstance(value, int | float) and any(form.verbatim for form in forms):
         return f'quotes around it: "{inline(value)}"'
     if section:

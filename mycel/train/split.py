@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mycel.errors import TrainError
+from mycel.sizes import counted
 from mycel.train.order import mix
 from mycel.train.store import I64, Tokens
 
@@ -161,9 +162,9 @@ def _split(tokens: Tokens, spans: I64, length: int, pack: bool, name: str, notes
     """The sequences in these spans, with a word on what does not fit."""
     split = Split(tokens, _joined(spans) if pack else spans, length, pack)
     if split.left_over:
-        notes.append(f"{split.left_over:,} tokens at the end of {name} left out: they fill no sequence")
+        notes.append(f"{counted(split.left_over, 'token')} at the end of {name} left out: no whole sequence")
     if split.silent:
-        notes.append(f"{split.silent:,} sequences of {name} left out: none of their tokens carries loss")
+        notes.append(f"{counted(split.silent, 'sequence')} of {name} left out: none of their tokens carries loss")
     return split
 
 
@@ -177,7 +178,9 @@ def _spans(tokens: Tokens, length: int, pack: bool, notes: list[str]) -> tuple[n
         documents = np.argsort(widths == 0, kind="stable")
         spans[:, 1] -= np.where(widths > 0, widths % length, 0)
         if lost := int((widths % length).sum()):
-            notes.append(f"{lost:,} tokens at the ends of array rows left out: rows are no multiple of {length} wide")
+            notes.append(
+                f"{counted(lost, 'token')} at the ends of array rows left out: rows are no multiple of {length} wide"
+            )
         return documents, spans[documents]
     sizes = spans[:, 1] - spans[:, 0]
     if longer := int((sizes > length).sum()):
@@ -187,7 +190,7 @@ def _spans(tokens: Tokens, length: int, pack: bool, notes: list[str]) -> tuple[n
     loud = spans[:, 1] - spans[:, 0] - 1 - (tokens.quiet_before(spans[:, 1]) - tokens.quiet_before(spans[:, 0] + 1))
     documents = np.flatnonzero(loud > 0)
     if silent := len(spans) - len(documents):
-        notes.append(f"{silent:,} examples left out: none of their tokens carries loss")
+        notes.append(f"{counted(silent, 'example')} left out: none of their tokens carries loss")
     return documents, spans[documents]
 
 

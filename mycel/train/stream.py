@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from mycel.errors import TrainError
+from mycel.sizes import counted
 from mycel.train.data import Data, Names, opened
 from mycel.train.documents import Segment, segments
 from mycel.train.sources import DataFile, File, find
@@ -170,9 +171,9 @@ def streamed(
     held = cut(store, length, True, "validation", notes)
     bytes_ = sum(path.stat().st_size for path, _ in files)
     report = (
-        f"train: {len(files):,} files of {bytes_:,} bytes, as they come"
-        + (f", mixed among {buffer:,} sequences" if buffer else ""),
-        f"validation: {held.tokens:,} tokens, {held.count:,} sequences of {length}",
+        f"train: {counted(len(files), 'file')} of {counted(bytes_, 'byte')}, as they come"
+        + (f", mixed among {counted(buffer, 'sequence')}" if buffer else ""),
+        f"validation: {counted(held.tokens, 'token')}, {counted(held.count, 'sequence')} of {length}",
     )
     identity = [
         length,

@@ -84,10 +84,12 @@ def _predicted(parts: Assembly, outlook: Outlook) -> str:
     return str(outlook) if bars is None else f"{outlook}; steps took {bars}"
 
 
-def notes(parts: Assembly) -> list[str]:
-    """What the data and the model have to say, and what looks wrong about memory."""
+def notes(parts: Assembly, begins: bool = True) -> list[str]:
+    """What the data and the model have to say, and what looks wrong about memory; what is to be said of the weights
+    that a run `begins` with, once."""
     lines = [
         *parts.data.report[2:],
+        *(parts.model.notes if begins else ()),
         *parts.notes,
         *_more_than_there_is(parts),
         *_left_whole(parts),
