@@ -167,6 +167,17 @@ def test_diloco_is_an_outer_step_of_torchs_sgd_and_replicas_are_the_same_to_the_
     assert all(torch.allclose(x, mean) for x in after[Role("buffer", "b")])
 
 
+def test_an_outer_step_without_momentum_keeps_none_and_is_the_mean():
+    whole = message("diloco(H=3, lr=1, momentum=0)").whole
+    given = values(whole, 0)
+    assert {role.name for role in given if role.kind == "outer"} == {"anchor"}
+    after = exchanged(whole, given)
+    for name in ("w", "v"):
+        mean = torch.stack(given[Role("parameter", name)]).mean(0)
+        for x in (*after[Role("parameter", name)], *after[Role("outer", "anchor", of=name)]):
+            torch.testing.assert_close(x, mean)
+
+
 @pytest.mark.parametrize("codec", ["int8+ef", "int4+stochastic+ef", "topk(0.2)+ef", "powersgd(2)+ef"])
 def test_of_an_encoded_outer_step_what_is_lost_is_kept(codec):
     """Σ (differences + old errors) = n · received + Σ new errors; all replicas receive the same."""

@@ -162,7 +162,7 @@ class _Outer:
         self.fresh()
         held = {role: self.input(role, type, role.name) for role, type in self.tensors.items()}
         anchors = {role: self.state("anchor", role) for role in held if self.is_stepped(role)}
-        momenta = {role: self.state("momentum", role) for role in anchors}
+        momenta = {role: self.state("momentum", role) for role in anchors} if self.policy.options.get("momentum") else {}
         later = self.policy.overlap
         sent: dict[Role, Any] = {role: self.state("sent", role) for role in held} if later else {}
         over = self.policy.axis
@@ -191,7 +191,7 @@ class _Outer:
             brought = {role: self.brought(x, role) for role, x in partial.items()}
             for role, w in held.items():
                 if role in anchors:
-                    new = self.stepped(w, brought[role], anchors[role], momenta[role], sent[role])
+                    new = self.stepped(w, brought[role], anchors[role], momenta.get(role), sent[role])
                 else:
                     new = self.averaged(w, brought[role], sent[role])
                 self.updates[w.name] = new if new.dtype == w.dtype else o.cast(new, dtype=w.dtype)
@@ -215,13 +215,17 @@ class _Outer:
             return o.mul(o.add(x, y), share)
         return o.add(as_wide(w), o.mul(o.sub(y, x), share))
 
-    def stepped(self, w: Var, d: Any, anchor: Var, momentum: Var, x: Any) -> Any:
+    def stepped(self, w: Var, d: Any, anchor: Var, momentum: Var | None, x: Any) -> Any:
         """The outer step, with Nesterov momentum; x: how far this replica was from the anchor when it sent."""
-        options = self.policy.options
-        velocity = o.add(o.mul(momentum, options["momentum"]), d)
-        moved = o.mul(o.add(d, o.mul(velocity, options["momentum"])), options["lr"])
+        options, moved = self.policy.options, d
+        if momentum is not None:
+            velocity = o.add(o.mul(momentum, options["momentum"]), d)
+            moved = o.add(d, o.mul(velocity, options["momentum"]))
+            self.updates[momentum.name] = velocity
+        if options["lr"] != 1:
+            moved = o.mul(moved, options["lr"])
         new = o.sub(anchor, moved)
-        self.updates[momentum.name], self.updates[anchor.name] = velocity, new
+        self.updates[anchor.name] = new
         if own := options.get("mixing", 0.0):
             return o.add(o.mul(as_wide(w), own), o.mul(new, 1.0 - own))
         return o.add(as_wide(w), o.sub(x, moved)) if self.policy.overlap and "mixing" not in options else new
