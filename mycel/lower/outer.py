@@ -162,7 +162,8 @@ class _Outer:
         self.fresh()
         held = {role: self.input(role, type, role.name) for role, type in self.tensors.items()}
         anchors = {role: self.state("anchor", role) for role in held if self.is_stepped(role)}
-        momenta = {role: self.state("momentum", role) for role in anchors} if self.policy.options.get("momentum") else {}
+        stepped = anchors if self.policy.options.get("momentum") else ()
+        momenta = {role: self.state("momentum", role) for role in stepped}
         later = self.policy.overlap
         sent: dict[Role, Any] = {role: self.state("sent", role) for role in held} if later else {}
         over = self.policy.axis
