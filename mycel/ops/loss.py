@@ -247,9 +247,8 @@ def _cross_entropy(
         return o.reshape(losses, shape=()) if reduction == "none" else losses
     mixed = len({x.dtype for x in (input, target, weight) if x is not None and is_float(x.dtype)}) > 1
     form = cross_entropy_expand if mixed else cross_entropy  # whose gradient is in one dtype
-    return form(input, target, weight, reduction=reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)[
-        0
-    ]
+    options = {"reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    return form(input, target, weight, **options)[0]
 
 
 REDUCTIONS = ("none", "mean", "sum")  # torch's numbers for them
