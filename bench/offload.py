@@ -10,7 +10,8 @@ torch.compile with full recomputation, torch's save_on_cpu and FSDP2 with CPU of
 
 Each way runs in a process of its own.  Those of one wave get ready beside each other (planned, compiled, two steps
 taken), then each is timed while the others wait.  Ways that do not fit fail with what they say.  Peak is what torch
-allocated at most; predicted are the plan's peak and seconds.
+allocated at most; predicted are the plan's peak and seconds, by what `mycel probe` measured where it ran before, else
+by presets, which take attention over very long sequences for slower than it is.
 """
 
 from __future__ import annotations
