@@ -7,6 +7,7 @@ a folder.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,7 +31,8 @@ from mycel.launch import launch
 from mycel.ops.collective import ALONE_BYTES
 from mycel.run import rendezvous
 from mycel.run.collectives import MESSAGE_BYTES, buckets
-from mycel.run.processes import world
+from mycel.run.groups import SMALL_BYTES
+from mycel.run.processes import Processes, world
 from mycel.run.rendezvous import code_version, connect, difference, named, serve
 from mycel.run.shares import Shares
 from mycel.run.watch import LOST
@@ -478,3 +481,28 @@ def test_as_much_travels_together_as_one_message_is_good_for(name, count, tensor
         totals = [sum(sizes[i] for i in b) for b in small]
         assert all(total <= MESSAGE_BYTES for total in totals)
         assert all(t + sizes[b[0]] > MESSAGE_BYTES for t, b in zip(totals, small[1:], strict=False))
+
+
+@pytest.mark.parametrize("hosts, apart", [(1, False), (2, True)])
+def test_gathers_inside_a_host_and_between_hosts(hosts, apart):
+    """Rank i of three is at 127.0.0.1 or 127.0.0.2: how they gather differs, what does not."""
+    store, results = torch.distributed.HashStore(), {}
+
+    def rank(i: int) -> None:
+        under = lambda key: torch.distributed.PrefixStore(key, store)
+        meeting = SimpleNamespace(meet=lambda *_: None, under=under, timeout_s=30, address=f"127.0.0.{1 + i % hosts}")
+        group = Processes._joined(SimpleNamespace(meeting=meeting), "key", "cpu", i, 3)
+        for n in (5, SMALL_BYTES):
+            out = torch.empty(3, n)
+            for work in group.gather(out, torch.arange(n) + float(i)):
+                work.wait()
+            results[i, n] = group.apart, out
+
+    ranks = [threading.Thread(target=rank, args=(i,)) for i in range(3)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+    for i, n in itertools.product(range(3), (5, SMALL_BYTES)):
+        seen, out = results[i, n]
+        assert seen == apart and torch.equal(out, torch.arange(n) + torch.arange(3.0)[:, None])

@@ -350,7 +350,10 @@ class Processes:
         store, timeout = self.meeting.under(key), timedelta(seconds=self.meeting.timeout_s + LATER_S)
         if device == "cuda":
             return Nccl(store, index, count, timeout)
-        return Gloo(store, index, count, "" if "GLOO_SOCKET_IFNAME" in os.environ else self.meeting.address, timeout)
+        store.set(f"address/{index}", self.meeting.address)
+        apart = len({store.get(f"address/{i}") for i in range(count)}) > 1
+        mine = "" if "GLOO_SOCKET_IFNAME" in os.environ else self.meeting.address
+        return Gloo(store, index, count, mine, timeout, apart)
 
 
 def world(mesh: Mesh, device: str | torch.device = "auto") -> Processes:
