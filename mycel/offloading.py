@@ -25,9 +25,9 @@ from mycel import lower, plan
 from mycel.errors import PlanError
 from mycel.ir import DEVICE, HOST, Program, Var, packed
 from mycel.plan import Offload, Offloaded, Times
+from mycel.plan.offload import ENDLESS
 from mycel.sizes import shown
 
-ENDLESS = 1 << 62  # bytes: no window
 SLACK = 0.25  # where a way to move needs more than a budget by this share, not all prices are tried
 NEAR = 0.01  # no other way to move is tried where a step is as near to its bound; parameters, which are needed more
 FAR = 0.25  # often than all else, stay on the device where it is as near as this

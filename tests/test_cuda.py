@@ -465,7 +465,8 @@ def test_offload_is_the_same_step(compiled, kinds):
     plain, _, want = offloaded(None, compiled)
     moving, peak, got = offloaded({"offload": kinds}, compiled)
     decided = moving.plan.decided.moved
-    assert decided.streamed and (decided.moved or kinds is EVERYTHING), "parameters may leave the wire no time for more"
+    full = compiled and kinds is EVERYTHING  # at this size what must come and go takes all of the wire's time
+    assert decided.streamed and (decided.moved or full)
     assert all(map(torch.equal, want, got)), "offload changes no bit"
     assert moving.plan.peak < plain.plan.peak and peak <= moving.plan.peak
 

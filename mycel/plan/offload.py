@@ -262,7 +262,7 @@ def _alone(program: Program, block: Block) -> set[Var]:
 
 # -- when copies go --------------------------------------------------------------------------------------------------
 
-ENDLESS = 1 << 62
+ENDLESS = 1 << 62  # of bytes or equations: no bound
 
 
 @dataclass(frozen=True)
