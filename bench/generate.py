@@ -1,11 +1,14 @@
 """Tokens a second of one stream of text: ours (generated code over a static cache) against transformers' `generate`,
 taking turns in the same run, both always with the likeliest token; and the products with the weights alone, one token
 at a time, which bound every way from below that does not guess.  `prompt` is the time to the first token, `a token`
-that of each further one.  Random weights soon repeat themselves, so guesses are mostly right here: how often they are
-in a text of people's is what `--guess FILE` counts, as if a model wrote it.
+that of each further one.
+
+How often guesses are right depends on the text, and random weights soon repeat themselves.  So the same model is also
+timed as if it wrote other texts, whose tokens it is given one by one: pages of docs/ (text of people), and what a small
+model writes that was trained on them for a minute (at temperature 0.8).  `--guess FILE` only counts, in your own text.
 
 python bench/generate.py [--prompt 16] [--tokens 128] [--rounds 3] [--device cpu|cuda] [--model 100m|1b]
-                         [--dtype float32|bfloat16]
+                         [--dtype float32|bfloat16] [--train 60]
 python bench/generate.py --guess FILE … [--prompt 256] [--tokens 512]
 """
 
@@ -51,6 +54,45 @@ def reader(model: Any, device: torch.device) -> Callable[[], Any]:
         return CudaGraph(products, (), device).replay
 
 
+DOCS = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
+
+
+def pages() -> tuple[list[list[int]], int]:
+    """The tokens of each page of the docs, byte pairs merged in all of them; and how many ids there are."""
+    from tokenizers import ByteLevelBPETokenizer
+
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train([str(f) for f in DOCS], vocab_size=2048, show_progress=False)
+    return [tokenizer.encode(f.read_text()).ids for f in DOCS], tokenizer.get_vocab_size()
+
+
+def written(texts: list[list[int]], vocabulary: int, seconds: float, prompt: int, tokens: int) -> list[list[int]]:
+    """What a small model writes that was trained so long on these texts, after their beginnings; and its last loss."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 640, "num_hidden_layers": 4, "num_attention_heads": 4}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, max_position_embeddings=2048, **sizes))
+    step = mycel.train_step(model, torch.optim.AdamW(model.parameters(), lr=1e-3), clip_norm=1.0)
+    joined, start, steps = torch.tensor([i for text in texts for i in text]), time.perf_counter(), 0
+    while time.perf_counter() < start + seconds:
+        at = torch.randint(0, len(joined) - 128, (8,))
+        ids = joined[at[:, None] + torch.arange(128)]
+        loss, steps = step(input_ids=ids, labels=ids), steps + 1
+    print(f"a model of {vocabulary} ids, trained for {steps} steps on {len(joined):,} tokens, loss {float(loss):.2f}")
+    model.eval()
+    return [
+        [*text[:prompt], *stream(model, text[:prompt], Sampling(tokens, 0.8, seed=i), [])]
+        for i, text in enumerate(texts)
+    ]
+
+
+def followed(decoder: Decoder, text: list[int], prompt: int) -> list[int]:
+    """A text as if the model of the decoder wrote it: its logits are computed, its tokens given."""
+    decoder.start(text[:prompt])
+    for token in text[prompt:-1]:
+        decoder.after(token)
+    return text[prompt:]
+
+
 def guessed(file: Path, vocabulary: int, prompt: int, tokens: int) -> float:
     """Tokens of a text for each call of a model that would write it, after a prompt of its own beginning.  Its tokens
     are byte pairs merged in all the texts beside it."""
@@ -84,6 +126,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--model", choices=[*SIZES], default="100m")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--train", type=float, default=60, help="seconds for the small model")
     args = parser.parse_args()
     for file in args.guess or ():
         print(f"{file.name:32} {guessed(file, 8192, args.prompt or 256, args.tokens):5.2f} tokens a call")
@@ -107,6 +150,10 @@ def main() -> None:
         "mycel generate": lambda tokens: [*stream(model, ids[0].tolist(), Sampling(tokens, 0.0), [], decoder)],
         "reading weights, no more": lambda tokens: [read() and -1 for _ in range(tokens)],
     }
+    (docs, vocabulary), n = pages(), ids.shape[1]
+    docs = [text for text in docs if len(text) >= n + args.tokens]
+    own = written(docs, vocabulary, args.train, n, args.tokens)
+    others = {"of docs/": [text[: n + args.tokens] for text in docs], "of a trained model": own}
     texts, seconds, prompts = {}, {name: [] for name in ways}, {name: [] for name in ways}
 
     def timed(name: str, tokens: int) -> float:
@@ -136,6 +183,20 @@ def main() -> None:
             f"a token {each:7.1f} ms   first call {times[0]:6.2f} s   {alike}"
         )
     print(f"{args.tokens} tokens by {decoder.calls} calls of the model")
+    with torch.no_grad():
+        for what, all_of_them in others.items():
+            rates, calls = [], []
+            for text in all_of_them:
+                start = time.perf_counter()
+                of_transformers(model.generate, args.tokens)
+                between = time.perf_counter()
+                followed(decoder, text, n)
+                rates.append((between - start) / (time.perf_counter() - between))
+                calls.append(args.tokens / decoder.calls)
+            print(
+                f"as if it wrote text {what:19} {statistics.median(rates):6.2f}x transformers' "
+                f"({min(rates):.2f} to {max(rates):.2f}), {statistics.mean(calls):.2f} tokens a call"
+            )
 
 
 if __name__ == "__main__":

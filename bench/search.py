@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from clock import model_of
-from slow_links import INSIDE, LIMIT_S, ROOT, refused, run
+from slow_links import INSIDE, LIMIT_S, ROOT, limit, refused, run
 
 ROUNDS, SLOW_ROUNDS, RANKS = 15, 4, 4  # fewer on slow links: steps take seconds there, and vary less
 BATCH = {"gpt2": 16, "mlp": 64, "llama": 8}
@@ -52,8 +52,7 @@ def pairs(mbit: float) -> Iterator[list[str]]:
             run("ip", "-n", hub, "link", "add", "bridge0", "type", "bridge")
             run("ip", "-n", hub, "link", "set", "bridge0", "up")
             run("ip", "-n", hub, "link", "set", "wire", "master", "bridge0", "up")
-            rate = ["rate", f"{mbit}mbit", "burst", "128kb", "latency", "100ms"]
-            run("tc", "-n", hub, "qdisc", "add", "dev", "wire", "root", "tbf", *rate)
+            limit(hub, "wire", mbit)
         for r, name in enumerate(names):
             hub = hubs[r // 2]
             run("ip", "-n", hub, "link", "add", f"port{r}", "type", "veth", "peer", "name", INSIDE, "netns", name)

@@ -104,6 +104,13 @@ def run(*words: str) -> None:
         raise SystemExit(f"{' '.join(words)}\n  {done.stderr.strip()}")
 
 
+def limit(space: str, device: str, mbit: float) -> None:
+    """What leaves a device of a namespace goes at so many Mbit/s.  What `tc` lets through at once is as little as its
+    timers need: no wire carries 128 kB in no time."""
+    rate = ["rate", f"{mbit}mbit", "burst", "16kb", "latency", "100ms"]
+    run("tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf", *rate)
+
+
 @contextmanager
 def network(links: Sequence[tuple[float, float]]) -> Iterator[list[str]]:
     """A namespace for each rank, which receives and sends so many Mbit/s at most (0: as it can); gone at the end."""
@@ -123,9 +130,8 @@ def network(links: Sequence[tuple[float, float]]) -> Iterator[list[str]]:
             run("ip", "-n", name, "link", "set", INSIDE, "up")
             run("ip", "-n", name, "link", "set", "lo", "up")
             for space, device, mbit in ((hub, f"port{r}", receives), (name, INSIDE, sends)):
-                rate = ["rate", f"{mbit}mbit", "burst", "128kb", "latency", "100ms"]
                 if mbit:
-                    run("tc", "-n", space, "qdisc", "add", "dev", device, "root", "tbf", *rate)
+                    limit(space, device, mbit)
         yield names
     finally:
         for name in there:

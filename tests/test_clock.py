@@ -495,6 +495,29 @@ def test_a_fit_finds_the_link_it_was_measured_on(bytes_s, start_s, name):
     assert all(math.isclose(link.seconds(name, k, n), s, rel_tol=1e-3) for k, n, s in points)
 
 
+@given(
+    st.floats(1e7, 1e9), st.floats(1e-5, 1e-3), st.sampled_from(MESSAGES), st.integers(0, 4), st.floats(1e-6, 1e-2)
+)  # fmt: skip
+def test_a_message_measured_wrongly_does_not_bend_the_fit(bytes_s, start_s, name, which, wrong):
+    """As where ranks share cores: what was computed beside a message is subtracted, and almost nothing may be left."""
+    true = Link(bytes_s, start_s)
+    points = [[4, size, true.seconds(name, 4, size)] for size in (2**10, 2**14, 2**17, 2**20, 2**23)]
+    measured = [[*p[:2], p[2] * (wrong if i == which else 1)] for i, p in enumerate(points)]
+    link = fitted("host", 4, 0.5, {name: measured})
+    right = [p for i, p in enumerate(points) if i != which]
+    assert all(0.49 < link.seconds(name, 4, n) / s < 2.01 for _, n, s in right)
+
+
+@pytest.mark.parametrize("unseen", [1, 2, 3, 4])
+def test_messages_that_were_not_seen_say_nothing(unseen):
+    """Where ranks share cores small messages take no time: others compute in what one waits."""
+    true = Link(2e7, 0.0)
+    points = [[4, n, true.seconds("all_reduce", 4, n)] for n in (2**10, 2**14, 2**17, 2**20, 2**23)]
+    measured = [[*p[:2], 0.0] for p in points[:unseen]] + points[unseen:]
+    link = fitted("network", 4, 0.0, {"all_reduce": measured})
+    assert link.seconds("all_reduce", 4, 2**23) == pytest.approx(points[-1][2])
+
+
 def test_groups_of_each_size_are_as_fast_as_they_were_measured():
     """Two pairs share a wire, which a ring of four crosses once each way: half as fast for what each rank sends."""
     pairs, ring = Link(5e7, 1e-4), Link(1e8, 1e-4)

@@ -86,7 +86,8 @@ def test_processes_measure_the_links_between_them(tmp_path):
     data = yaml.safe_load(file.read_text())["levels"][0]
     assert level == fitted("host", 4, data["busy"], data["messages"]) and 0 <= level.busy <= 1
     assert Link.read(level.data()) == level
-    assert all(seconds > 0 for points in data["messages"].values() for _, _, seconds in points)
+    seconds = [s for points in data["messages"].values() for *_, s in points]
+    assert min(seconds) >= 0 < max(seconds)
     assert {name for name, *_ in level.measured} == set(measuring.COLLECTIVES)
     assert {k for points in data["messages"].values() for k, _, _ in points} == {2, 4}
     assert device.links(Mesh(dp=2, tp=2)).levels == ("host",)

@@ -33,6 +33,7 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
@@ -305,9 +306,9 @@ class Clock:
             _wait_for_host(lines, program)
             _slow_beside_updates(lines, self.hardware)
         if compiled:
-            _remember(lines, block, there, moments(block, groups, there), self.hardware.widens)
+            _remember(lines, program, block, there, moments(block, groups, there), self.hardware.widens)
         else:
-            _remember(lines, block, None, range(len(lines)), self.hardware.widens)
+            _remember(lines, program, block, None, range(len(lines)), self.hardware.widens)
         return lines
 
 
@@ -631,6 +632,7 @@ def _scratch(eqn: Eqn, widens: Collection[torch.dtype]) -> int:
 
 def _remember(
     lines: Sequence[Line],
+    program: Program,
     block: Block,
     there: Collection[Var] | None,
     when: Sequence[int],
@@ -638,7 +640,7 @@ def _remember(
 ) -> None:
     """Enters what each line makes and frees; `there`: the values that lie in memory, None: all; `when`: the line at
     which each one runs; `widens`: dtypes of products that are computed in 32 bits."""
-    owner = owners(block)
+    owner, bytes_of = owners(program, block)
     end = {owner[v]: len(lines) for v in block.outputs if v in owner}
     for i, eqn in enumerate(block.eqns):
         for v in (*eqn.vars, *eqn.outputs):
@@ -651,7 +653,7 @@ def _remember(
             at = lines[line.token if line.kind == "finish" else when[i]]
             for v in eqn.outputs:
                 if v.type.space == DEVICE and owner.get(v) is v and (there is None or v in there):
-                    bytes_ = size(v)
+                    bytes_ = bytes_of.get(v, size(v))
                     at.new += bytes_
                     if end[v] < len(lines):
                         lines[end[v]].freed += bytes_
@@ -660,9 +662,20 @@ def _remember(
             line.inner = needed + sum(map(size, eqn.outputs))
 
 
-def owners(block: Block) -> dict[Var, Var]:
-    """Values -> the value whose memory they lie in; inputs own nothing here, their memory is the caller's."""
-    owner: dict[Var, Var] = {}
+class Owners(NamedTuple):
+    """`of`: values -> the value whose memory they lie in; `bytes` of that, where it is larger than the value."""
+
+    of: dict[Var, Var]
+    bytes: dict[Var, int]
+
+
+def owners(program: Program, block: Block, of_results: dict[str, list[tuple[Var, int] | None]] | None = None) -> Owners:
+    """Of the values that a block makes; inputs own nothing here, their memory is the caller's.  Results of a call that
+    are one value of the called block, or views of one, lie in one memory, and a part that is kept keeps all of it.
+    `of_results`: by block, for each of its results its owner there and the bytes of that, as far as known; None: the
+    block was given it."""
+    owner, bytes_of = dict[Var, Var](), dict[Var, int]()
+    known = {} if of_results is None else of_results
     inputs = set(block.inputs)
     for eqn in block.eqns:
         first = eqn.inputs[0] if eqn.inputs else None
@@ -671,9 +684,19 @@ def owners(block: Block) -> dict[Var, Var]:
                 inputs.update(eqn.outputs)
             elif first in owner:
                 owner.update((v, owner[first]) for v in eqn.outputs)
+        elif eqn.op is call:
+            name, mine = eqn.params["block"], dict[Var, Var]()
+            if name not in known:
+                inner = owners(program, program.blocks[name], known)
+                lying = [inner.of.get(x) if isinstance(x, Var) else None for x in program.blocks[name].outputs]
+                known[name] = [None if x is None else (x, inner.bytes.get(x, size(x))) for x in lying]
+            for v, result in zip(eqn.outputs, known[name], strict=True):
+                x, bytes_ = result or (v, size(v))
+                owner[v] = mine.setdefault(x, v)
+                bytes_of[owner[v]] = bytes_
         elif eqn.op.inplace is None:
             owner.update((v, v) for v in eqn.outputs)
         else:  # what is updated in place has its memory already
             pairs = zip(eqn.inputs, eqn.outputs, strict=False)
             owner.update((y, owner[x]) for x, y in pairs if isinstance(x, Var) and x in owner)
-    return owner
+    return Owners(owner, bytes_of)

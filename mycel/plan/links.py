@@ -11,6 +11,7 @@ level share its wire.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -76,6 +77,7 @@ class Link:
 
 CPU_LINK = Link(1e9, 100e-6)
 GPU_LINK = Link(150e9, 10e-6)
+FREE_BYTES_S = 1e15  # messages that take no time to see
 
 
 @dataclass(frozen=True)
@@ -105,8 +107,7 @@ class Links:
 
 
 def fitted(name: str, ranks: int, busy: float, messages: Mapping[str, Sequence[Sequence[float]]]) -> Link:
-    """The level of what was measured: by collective (ranks, bytes each puts in, seconds); least squares of relative
-    errors, no number below zero."""
+    """The level of what was measured: by collective (ranks, bytes each puts in, seconds)."""
     measured = tuple(
         (op, k, *_fit(op, [p for p in points if int(p[0]) == k]))
         for op, points in sorted(messages.items())
@@ -117,15 +118,25 @@ def fitted(name: str, ranks: int, busy: float, messages: Mapping[str, Sequence[S
 
 
 def _fit(name: str, points: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """(bytes a second, seconds to start)"""
-    rows = np.array([[sent(name, int(k), size) / s, _steps(name, int(k)) / s] for k, size, s in points])
-    ones = np.ones(len(rows))
-    both, *_ = np.linalg.lstsq(rows, ones, rcond=None)
-    if both.min() <= 0:  # one of the two alone
-        alone = [rows[:, i] @ ones / max(rows[:, i] @ rows[:, i], 1e-30) for i in (0, 1)]
-        errors = [((rows[:, i] * alone[i] - 1) ** 2).sum() for i in (0, 1)]
-        both = np.array([alone[0], 0.0] if errors[0] <= errors[1] else [0.0, alone[1]])
-    return 1 / max(float(both[0]), 1e-15), float(both[1])
+    """(bytes a second, seconds to start): of the lines through two of the points, or with one of the two numbers alone
+    through one, that to which the points lie nearest by ratio.
+
+    A point that is wrong bends nothing: none counts for more than a factor of two, of lines as near that through the
+    larger message is taken, and messages that took no time to see (0) say nothing."""
+    seen = sorted((p for p in points if p[2] > 0), key=lambda p: -p[1])
+    if not seen:
+        return FREE_BYTES_S, 0.0
+    rows = np.array([[sent(name, int(k), size), _steps(name, int(k))] for k, size, _ in seen], dtype=float)
+    seconds = np.array([s for *_, s in seen], dtype=float)
+    lines = [np.array([s / row[0], 0.0]) for row, s in zip(rows, seconds, strict=True)]
+    lines += [np.array([0.0, s / row[1]]) for row, s in zip(rows, seconds, strict=True)]
+    for pair in itertools.combinations(range(len(seen)), 2):
+        if np.linalg.matrix_rank(rows[list(pair)]) == 2:
+            lines.append(np.linalg.solve(rows[list(pair)], seconds[list(pair)]))
+    lines = [line for line in lines if line.min() >= 0]
+    away = [np.minimum(np.abs(np.log(rows @ line / seconds)), math.log(2)).sum() for line in lines]
+    by_byte, start_s = lines[int(np.argmin(np.round(away, 9)))]
+    return min(1 / max(float(by_byte), 1e-30), FREE_BYTES_S), float(start_s)
 
 
 def sent(name: str, k: int, local_bytes: float) -> float:

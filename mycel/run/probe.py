@@ -41,7 +41,6 @@ LONG_S = 0.25  # a message that takes longer is sent once
 LONGEST_MASK = 1024  # of attention: the gradient of a mask in 32 bits holds all pairs
 GRAPHED = 20  # runs in one graph of a GPU
 COMPUTED_S, MOST = 0.004, 10  # before each message, and so many messages a round, where ranks share cores
-LEAST_MESSAGE_S = 1e-6  # no message takes less
 BESIDE_S = 1.0  # copies and updates beside each other
 CROWDED = 1.25  # times longer than a core of its own would take: ranks share cores
 SIZES = {  # by device: what is small and what is large there
@@ -402,7 +401,7 @@ class Probe:
 
     def _message(self, op: str, axes: tuple[str, ...], size: int, often: int) -> float:
         """Seconds of one; as often on all ranks.  Where those share cores each computes before it, as in a step: one
-        waits for the turns of another, and what some wait others compute."""
+        waits for the turns of another, and what some wait others compute.  0 where nothing is left to see."""
         send = self._sender(op, axes, size)
         self._together()
         started = time.perf_counter()
@@ -419,7 +418,7 @@ class Probe:
                 send()
             self._wait()
             times.append((time.perf_counter() - started - self.crowd * computed) / often)
-        return max(self._mean(self._typical(times)), LEAST_MESSAGE_S)
+        return max(self._mean(self._typical(times)), 0.0)
 
     def _sender(self, op: str, axes: tuple[str, ...], size: int) -> Callable[[], Any]:
         """Sends a bucket, as steps do: what packing and unpacking it takes is part of the message."""
@@ -441,6 +440,8 @@ class Probe:
         x = self._rand(n, n)
         sent = self._rand(size // 4)
         alone = self._message("all_reduce", axes, size, 4)
+        if not alone:
+            return 0.0
         product = self.seconds(lambda: F.linear(x, x))
         often = max(1, round(2 * alone / product))  # so that the message could be hidden
 
