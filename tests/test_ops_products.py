@@ -267,3 +267,34 @@ def test_a_product_of_few_rows_is_written_outside_of_autograd():
         torch.testing.assert_close(fast(x), layer(x))
     fast(x).sum().backward()
     assert layer.weight.grad is not None
+
+
+OF_TWO_DTYPES = r"a product of f64 by f32, which torch refuses\n  at .*test_ops_products.py:\d+\n.*\n  try .*float\(\)"
+
+
+def test_a_product_of_two_dtypes_is_refused_with_its_line():
+    """A batch that comes from NumPy is in f64; what torch promotes, or the precision of the step casts, is not."""
+    x, w = torch.randn(3, 4, dtype=torch.float64), torch.randn(5, 4)
+    image, kernel = torch.randn(1, 2, 5, 5, dtype=torch.float64), torch.randn(3, 2, 3, 3)
+    wrong = [
+        lambda: mycel.jit(F.linear)(x, w),
+        lambda: mycel.jit(lambda a, b: a @ b.T)(x, w),
+        lambda: mycel.jit(lambda a, b: torch.einsum("ik,jk->ij", a, b))(x, w),
+        lambda: mycel.jit(F.conv2d)(image, kernel),
+        lambda: mycel.jit(F.scaled_dot_product_attention)(image, *[image.float()] * 2),
+    ]
+    for call in wrong:
+        with pytest.raises(RuntimeError, match=OF_TWO_DTYPES):
+            call()
+    torch.testing.assert_close(mycel.jit(torch.outer)(x[0], w[0]), torch.outer(x[0], w[0]))
+    pairs = mycel.jit(lambda a, b: torch.einsum("ik,ik->ik", a, b))
+    torch.testing.assert_close(pairs(x, w[:3]), x * w[:3])
+
+    def step(precision, dtype=torch.float32):
+        model = torch.nn.Linear(4, 2, dtype=dtype)
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        return mycel.train_step(model, sgd, F.mse_loss, compile=False, precision=precision)
+
+    assert step("bf16", torch.bfloat16)(x.float(), x[:, :2].float()).isfinite()
+    with pytest.raises(mycel.CaptureError, match=OF_TWO_DTYPES):
+        step("fp32")(x, x[:, :2])

@@ -28,6 +28,8 @@ What the fields mean
             "{0}.add_({1})"; implies fresh
   inplace   a kernel of the same arguments that writes its results over its first operands; runs where these are given
             away
+  c         one element of its only result in C, of its operands' elements: "{0} + {1}"; or a function (at, *types,
+            **params) -> text, where at(k, index) is an element of operand k (`run/native_blocks.py`), None: not so
   scratch   bytes its kernel needs while it runs, besides operands and results: a function of the types and params
   converts  bytes moved before its kernel starts, to bring operands into the form it takes: a function of the types and
             params
@@ -150,6 +152,7 @@ class Op:
     fresh: bool = False
     into: Sequence[str] = ()
     inplace: Callable[..., None] | None = None
+    c: str | Callable[..., str | None] | None = None
     aten: Sequence[str] = ()
     scratch: Callable[..., int] | None = None
     converts: Callable[..., int] | None = None

@@ -35,6 +35,7 @@ def sigmoid_grad(g, y):
     aten=["sigmoid.default"],
     into=("torch.sigmoid_({0})",),
     examples=["f[2,3]", "i64[3]", "c128[3]"],
+    c="1 / (1 + exp(-{0}))",
 )
 def sigmoid(x):
     """1 / (1 + exp(-x))"""
@@ -59,6 +60,7 @@ def tanh_grad(g, y):
     aten=["tanh.default"],
     into=("torch.tanh_({0})",),
     examples=["f[2,3]", "i64[3]", "c128[3]"],
+    c="tanh({0})",
 )
 def tanh(x):
     """The hyperbolic tangent"""
@@ -84,6 +86,7 @@ def threshold_grad(g, x, *, threshold):
     aten=["relu.default"],
     into=("torch.relu_({0})",),
     examples=["n[2,3]"],
+    c="{0} < 0 ? 0 : {0}",
 )
 def relu(x):
     """x where positive, else 0"""
@@ -103,6 +106,13 @@ def threshold(x, *, threshold, value):
 @captures("aten.threshold.default")
 def _(x, at, value):
     return threshold(x, threshold=at, value=value)
+
+
+def gelu_in_c(at, x, *, approximate="none"):
+    if approximate == "none":
+        return f"{at(0)} * 0.5f * (1 + erf({at(0)} * {math.sqrt(0.5)}f))"
+    inner = f"{math.sqrt(2 / math.pi)}f * ({at(0)} + 0.044715f * {at(0)} * {at(0)} * {at(0)})"
+    return f"0.5f * {at(0)} * (1 + tanh({inner}))"
 
 
 def gelu_slope(x, approximate):
@@ -136,6 +146,7 @@ def gelu_grad(g, x, *, approximate="none"):
     aten=["gelu.default"],
     into=("torch._C._nn.gelu_({0}, approximate={approximate})",),
     examples=["f[2,3]", 'f[2,3], approximate="tanh"'],
+    c=gelu_in_c,
 )
 def gelu(x, *, approximate="none"):
     """x times the normal distribution function of x"""
@@ -169,6 +180,7 @@ def silu_grad(g, x):
     aten=["silu.default"],
     into=("torch.nn.functional.silu({0}, inplace=True)",),
     examples=["f[2,3]"],
+    c="{0} / (1 + exp(-{0}))",
 )
 def silu(x):
     """x * sigmoid(x)"""

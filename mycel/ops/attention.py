@@ -31,6 +31,7 @@ from mycel.ops.attention_kernels import (
     added_mask_grad,
     document_attention,
     document_attention_grad,
+    largest_block,
     masked_attention,
     masked_attention_grad,
     window_attention,
@@ -138,16 +139,20 @@ def _pairs(rows, columns, behind):
     return up_to(behind + rows) - up_to(behind)
 
 
-def _plain_scratch(scores, results=0):
-    """Bytes of so many times all scores, where these are changed or weights dropped by plain products: in 32 bits; of
-    the mask that documents are on GPUs, as bool and as what is added: in 16.  `results`: operands that are those of
-    forward."""
+def _plain_scratch(scores, weights, results=0, always=False):
+    """Bytes of plain products, which there are where scores are changed or weights dropped (`always`: in any case): so
+    many times all scores, or those of a window's largest block, one more with a cap; or those there are when weights
+    are dropped, besides two times 64 random bits for each.  Of the mask that documents are on GPUs, as bool and as what
+    is added: in 16.  `results`: operands that are those of forward."""
 
-    def scratch(q, k, *rest, cap=None, dropout=0.0, **_):
-        is_plain = q.dtype.itemsize >= 4 and (cap is not None or dropout > 0)
+    def scratch(q, k, *rest, cap=None, dropout=0.0, window=None, **_):
         if len(rest) > 3 + results and q.dtype.itemsize == 2:
             return q.shape[0] * q.shape[2] * k.shape[2] * 3
-        return scores * math.prod(q.shape[:3]) * k.shape[2] * q.dtype.itemsize if is_plain else 0
+        if q.dtype.itemsize < 4 or not (always or cap is not None or dropout > 0):
+            return 0
+        pairs = q.shape[2] * k.shape[2] if window is None else largest_block(q.shape[2], k.shape[2], window)
+        copies = max(scores * q.dtype.itemsize, weights * q.dtype.itemsize + (16 if dropout else 0))
+        return math.prod(q.shape[:2]) * pairs * (copies + (0 if cap is None else q.dtype.itemsize))
 
     return scratch
 
@@ -302,7 +307,7 @@ def _attention_vjp(g, y, q, k, v, mask, *more, **how):
     flops=forward_flops,
     share=lambda q, k, v, mask, *more, **how: _share(q, k, *more, **how),
     parts={"q": SplitRule(attention_rows, uneven=True), "q k": SplitRule(attention_ring, uneven=True)},
-    scratch=_plain_scratch(3),
+    scratch=_plain_scratch(4, weights=2),
     followed=1,
     examples=[
         "f[2,4,6,8], f[2,4,3,8], f[2,4,3,8], None", "f[2,4,6,8], f[2,2,6,8], f[2,2,6,8], None, causal=True",
@@ -345,7 +350,7 @@ def attention(
     flops=_backward_flops,
     share=lambda g, q, k, v, mask, y, lse, *more, **how: _share(q, k, *more, **how),
     linear=((0,),),
-    scratch=lambda g, *rest, **how: _plain_scratch(5, results=2)(*rest, **how),
+    scratch=lambda g, *rest, **how: _plain_scratch(5, weights=4, results=2)(*rest, **how),
     parts={
         "q": SplitRule(attention_grad_rows, partial="+", uneven=True),
         "q k": SplitRule(attention_grad_ring, uneven=True),
@@ -394,7 +399,7 @@ def attention_grad(
     dtype=lambda *types: types[4].dtype,
     expand=_mask_grad_in_operators,
     flops=forward_flops,
-    scratch=lambda g, *rest, **how: _plain_scratch(4, results=2)(*rest, **how),
+    scratch=lambda g, *rest, **how: _plain_scratch(5, weights=4, results=2, always=True)(*rest, **how),
     linear=((0,),),
     examples=[
         "f64[2,2,6,8], f64[2,2,6,8], f64[2,2,4,8], f64[2,2,4,8], f64[2,6,4], f64[2,2,6,8], f64[2,2,6]>4",

@@ -275,6 +275,11 @@ def _blocks(rows, columns, window):
     ]
 
 
+def largest_block(rows, columns, window):
+    """The most pairs of a row and a column that a block has."""
+    return max(((stop - i) * (last - first) for i, stop, first, last in _blocks(rows, columns, window)), default=0)
+
+
 def _band(block, window, device):
     """Which columns of a block its rows see."""
     start, stop, first, last = block

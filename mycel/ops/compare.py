@@ -18,6 +18,7 @@ from mycel.ops.rules import o
     examples=["a[2,3], a[3]", "i64[3], 2", "i64[3], f32[3]"],
     commutes="always",
     scalars=(0, 1),
+    c="{0} == {1}",
 )
 def eq(a, b):
     """a == b"""
@@ -31,6 +32,7 @@ def eq(a, b):
     examples=["a[2,3], a[3]", "i64[3], 2"],
     commutes="always",
     scalars=(0, 1),
+    c="{0} != {1}",
 )
 def ne(a, b):
     """a != b"""
@@ -43,6 +45,7 @@ def ne(a, b):
     aten=["lt.Tensor", "lt.Scalar"],
     examples=["n[2,3], n[3]", "f[3], 0.1"],
     scalars=(0, 1),
+    c="{0} < {1}",
 )
 def lt(a, b):
     """a < b"""
@@ -55,6 +58,7 @@ def lt(a, b):
     aten=["le.Tensor", "le.Scalar"],
     examples=["n[2,3], n[3]", "f[3], 0.1"],
     scalars=(0, 1),
+    c="{0} <= {1}",
 )
 def le(a, b):
     """a <= b"""
@@ -67,6 +71,7 @@ def le(a, b):
     aten=["gt.Tensor", "gt.Scalar"],
     examples=["n[2,3], n[3]", "f[3], 0.1"],
     scalars=(0, 1),
+    c="{0} > {1}",
 )
 def gt(a, b):
     """a > b"""
@@ -79,6 +84,7 @@ def gt(a, b):
     aten=["ge.Tensor", "ge.Scalar"],
     examples=["n[2,3], n[3]", "f[3], 0.1"],
     scalars=(0, 1),
+    c="{0} >= {1}",
 )
 def ge(a, b):
     """a >= b"""
@@ -209,6 +215,7 @@ def shift_right(a, b):
         "bool[2], f[3,2], f[1,2]", "bool[2], f32[2], f64[]",
     ],
     scalars=(1, 2),
+    c="{0} ? {1} : {2}",
 )  # fmt: skip
 def where(c, a, b):
     """a where c holds, else b"""
@@ -242,6 +249,7 @@ def share(g, a, b, beats):
     aten=["maximum.default"],
     examples=["n[2,3], n[2,3]", "f[2,1,4], f[3,1]", "i64[3], f32[3]"],
     commutes="exactly",
+    c="{0} > {1} || {0} != {0} ? {0} : {1}",
 )
 def maximum(a, b):
     """The larger of two"""
@@ -254,6 +262,7 @@ def maximum(a, b):
     aten=["minimum.default"],
     examples=["n[2,3], n[2,3]", "f[2,1,4], f[3,1]", "i64[3], f32[3]"],
     commutes="exactly",
+    c="{0} < {1} || {0} != {0} ? {0} : {1}",
 )
 def minimum(a, b):
     """The smaller of two"""

@@ -36,6 +36,7 @@ def whole_dtype(x, *_):
         "i64[2], dtype=bool",
     ],
     precision="kept",
+    c="{0}",
 )
 def cast(x, *, dtype):
     """x as another dtype"""
@@ -70,6 +71,7 @@ def _(x, *_, **__):
     free=True,
     precision="kept",
     moves=True,
+    c="{0}",
 )
 def stop_gradient(x):
     """x, a constant to differentiation"""

@@ -1,14 +1,16 @@
-"""Products of a few rows with a weight, as each token of a text needs them: as fast as the weight is read.
+"""Products of a few rows with a weight, and attention of a few rows, as each token of a text needs them: as fast as
+weights, keys and values are read.
 
 torch's products of 2 to 8 rows take several times as long as those of one, and those in bfloat16 wait for the
-processor; in C (`few_rows.c`) each weight is read once and multiplied with all rows on its way.
+processor; in C (`few_rows.c`) each weight is read once and multiplied with all rows on its way.  Its attention reads
+the whole of a cache; in C places that no row sees are left out.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -16,6 +18,7 @@ from mycel.ir import Type, op
 from mycel.ops.matmul import every_letter, linear
 from mycel.ops.native_library import native_library
 from mycel.ops.rules import o
+from mycel.ops.sdpa import sdpa
 
 MOST = 8  # rows
 LEAST = 1 << 16  # elements of a weight, below which a call costs more than the product
@@ -53,23 +56,71 @@ def gains(x: Type, w: Type) -> bool:
 def product_of_few(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = None) -> torch.Tensor:
     """In C where that is there, and memory lies as it takes it."""
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
-    code = _code() if 1 <= rows <= MOST and x.dtype in DTYPES and x.is_cpu else None
+    code = _library() if 1 <= rows <= MOST and x.dtype in DTYPES and x.is_cpu else None
     if code is None or not (x.is_contiguous() and w.is_contiguous()) or x.dtype != w.dtype:
         return torch.nn.functional.linear(x, w, b)
     n, k = w.shape
     y = x.new_empty((*x.shape[:-1], n))
-    if code(x.data_ptr(), w.data_ptr(), y.data_ptr(), rows, k, n, x.dtype == torch.bfloat16):
+    if code.mycel_few_rows(x.data_ptr(), w.data_ptr(), y.data_ptr(), rows, k, n, x.dtype == torch.bfloat16):
         raise MemoryError(f"no memory for {rows} rows of {k + n} floats")
     return y if b is None else y.add_(b)
 
 
+@op(
+    sdpa.dims,
+    dtype="first",
+    expand=sdpa,
+    flops=sdpa.flops,
+    fresh=True,
+    examples=[
+        "f[2,4,6,8], f[2,4,3,8], f[2,4,3,8], None", "f[2,4,2,8], f[2,2,3,8], f[2,2,3,8], bool[2,1,2,3], scale=0.3",
+        "f[1,2,1,40], f[1,2,9,40], f[1,2,9,6], bool[1,9]",
+    ],
+    apart=True,
+    compiles=False,
+)  # fmt: skip
+def sdpa_few_rows(q, k, v, mask, *, scale=None):
+    """sdpa of up to 8 rows; written where torch's autograd does not record, alone"""
+    from mycel.ops.few_rows import attention_of_few
+
+    return attention_of_few(q, k, v, mask, scale)
+
+
+def attends(q: Type, k: Type, v: Type, mask: Type | None, *, causal: bool = False, **_: Any) -> bool:
+    """Is sdpa of these faster in C?"""
+    seen = mask is None or mask.dtype == torch.bool
+    return not causal and seen and q.shape[2] <= MOST and {q.dtype, k.dtype, v.dtype} == {torch.float32}
+
+
+def attention_of_few(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scale: float | None
+) -> torch.Tensor:
+    """In C where that is there, and memory lies as it takes it."""
+    code = _library() if q.dtype == torch.float32 and q.is_cpu else None
+    b, h, rows, width = q.shape
+    if code is None or not (k.is_contiguous() and v.is_contiguous()) or (mask is not None and mask.dtype != torch.bool):
+        return sdpa.kernel(q, k, v, mask, scale=scale)
+    q = q.contiguous()
+    steps = None
+    if mask is not None:
+        mask = mask.expand(b, h, rows, k.shape[2])
+        mask = mask if mask.stride(3) == 1 else mask.contiguous()
+        steps = (ctypes.c_int64 * 3)(*mask.stride()[:3])
+    y = q.new_empty((b, h, rows, v.shape[3]))
+    pointers = [None if x is None else x.data_ptr() for x in (q, k, v, mask, y)]
+    sizes = [b, h, k.shape[1], rows, k.shape[2], width, v.shape[3]]
+    if code.mycel_few_rows_attention(*pointers, *sizes, steps, width**-0.5 if scale is None else scale):
+        raise MemoryError(f"no memory for scores of {k.shape[2]} places")
+    return y
+
+
 @functools.cache
-def _code() -> Callable[..., int] | None:
-    """The function in C, with torch's threads where the compiler knows OpenMP; None without a compiler."""
+def _library() -> ctypes.CDLL | None:
+    """The functions in C, with torch's threads where the compiler knows OpenMP; None without a compiler."""
     library = native_library("few_rows.c", ("-fopenmp",)) or native_library("few_rows.c")
     if library is None:
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     library.mycel_few_rows.argtypes = [pointer] * 3 + [size] * 3 + [ctypes.c_int]
-    library.mycel_few_rows.restype = ctypes.c_int
-    return library.mycel_few_rows
+    library.mycel_few_rows_attention.argtypes = [pointer] * 5 + [size] * 7 + [pointer, ctypes.c_float]
+    return library

@@ -16,6 +16,8 @@ from mycel.ops.capture_rules import captures
 from mycel.ops.convert import cast_to
 from mycel.ops.rules import o
 
+FEW = 1 << 16  # log probabilities, of which what makes the fewest calls is fastest
+
 
 def cross_entropy_dims(x, target, weight, *, reduction="mean", **_):
     """The loss, and log probabilities like x."""
@@ -292,6 +294,7 @@ def mean_grad_expand(g, logp, target, *, ignore_index=-100):
     ", n^ c^, n^ -> n c",
     dtype=lambda g, logp, target: logp.dtype,
     expand=mean_grad_expand,
+    scratch=lambda g, logp, target, **_: logp.bytes if math.prod(logp.shape) < FEW else 0,
     flops=lambda d: 6 * d.n * d.c,
     followed=0,
     examples=[
@@ -302,7 +305,7 @@ def mean_grad_expand(g, logp, target, *, ignore_index=-100):
 )
 def cross_entropy_mean_grad(g, logp, target, *, ignore_index=-100):
     """g times the gradient of the mean cross entropy: (exp(logp) - one_hot(target)) / count, nothing where ignored."""
-    if logp.numel() < 1 << 16:  # fewest calls
+    if logp.numel() < FEW:  # fewest calls
         _, count = torch.ops.aten.nll_loss_forward.default(logp, target, None, 1, ignore_index)
         dlogp = torch.ops.aten.nll_loss_backward.default(g, logp, target, None, 1, ignore_index, count)
         return torch.ops.aten._log_softmax_backward_data.default(dlogp, logp, 1, logp.dtype)

@@ -21,23 +21,27 @@ WIDE = ("-mprefer-vector-width=512",)  # of x86 alone
 
 
 def native_library(source: str, more: Sequence[str] = ()) -> ctypes.CDLL | None:
-    """A file of C beside this one as a library, compiled where it is not there yet; None without a compiler, or where
-    it fails."""
+    """A file of C beside this one as a library."""
+    file = Path(__file__).with_name(source)
+    return library_of(file.read_text(), file.stem, more)
+
+
+def library_of(text: str, name: str, more: Sequence[str] = ()) -> ctypes.CDLL | None:
+    """A text of C as a library, compiled where it is not there yet; None without a compiler, or where it fails."""
     folder = library_folder()
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if folder is None or not compiler:
         return None
-    file = Path(__file__).with_name(source)
     flags = [*FLAGS, *more, *(WIDE if platform.machine() == "x86_64" else ())]
-    identity = [file.read_bytes().hex(), compiler, *flags, platform.machine(), processor()]
-    path = folder / f"{file.stem}-{hashlib.sha256('|'.join(identity).encode()).hexdigest()[:16]}.so"
+    identity = [text.encode().hex(), compiler, *flags, platform.machine(), processor()]
+    path = folder / f"{name}-{hashlib.sha256('|'.join(identity).encode()).hexdigest()[:16]}.so"
     try:
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=path.parent) as aside:  # ranks compile at the same time
                 library = Path(aside) / "library.so"
-                command = [compiler, *flags, str(file), "-o", str(library)]
-                subprocess.run(command, check=True, capture_output=True, timeout=60)
+                command = [compiler, *flags, "-x", "c", "-", "-o", str(library), "-lm"]
+                subprocess.run(command, check=True, capture_output=True, timeout=60, input=text.encode())
                 library.rename(path)
         return ctypes.CDLL(str(path))
     except (OSError, subprocess.SubprocessError):

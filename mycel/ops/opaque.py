@@ -88,9 +88,13 @@ def _types(types, target, args, kwargs):
 
 
 def _types_for(value, device, types, target, args, kwargs):
-    """Output types of torch's kernel on tensors filled with one value."""
+    """Output types of torch's kernel on tensors filled with one value; the random numbers it draws are not missed."""
     with _disable_current_modes():
-        outs = _run([torch.full(t.shape, value, dtype=t.dtype, device=device) for t in types], target, args, kwargs)
+        state = torch.default_generator.get_state()
+        try:
+            outs = _run([torch.full(t.shape, value, dtype=t.dtype, device=device) for t in types], target, args, kwargs)
+        finally:
+            torch.default_generator.set_state(state)
     outs = outs if isinstance(outs, tuple) else (outs,)
     if any(y.layout != torch.strided for y in outs):
         raise ValueError("it returns a sparse tensor; a program has dense ones")

@@ -39,6 +39,7 @@ def no_gradient(g, y, *inputs, **params):
     examples=["n[2,3], n[2,3]", "f[2,1,4], f[3,1]", "f[2,3], 1.5", "i64[2], 1.5", "f32[2], f64[]", "i64[3], f32[3]"],
     commutes="always",
     scalars=(0, 1),
+    c="{0} + {1}",
 )
 def add(a, b):
     """a + b"""
@@ -62,6 +63,7 @@ def times(x, factor):
     linear=((0, 1),),
     examples=["n[2,3], n[2,3]", "f[2,1,4], f[3,1]", "f[2,3], 1.5", "1, f[2,3]", "i64[2], 1.5", "c128[2], f64[2]"],
     scalars=(0, 1),
+    c="{0} - {1}",
 )
 def sub(a, b):
     """a - b"""
@@ -94,6 +96,7 @@ def _(x, y, alpha=1):
     ],
     commutes="always",
     scalars=(0, 1),
+    c="{0} * {1}",
 )
 def mul(a, b):
     """a * b"""
@@ -114,6 +117,7 @@ def _(x, a, b, value=1):
     linear=((0,),),
     examples=["f[2,3], f[2,3]>0", "n[4,3], f[3]>0", "f[2,3], 2", "3.0, f[2]>0", "i64[3], i64[3]<9", "c128[2], c128[2]"],
     scalars=(0, 1),
+    c="{0} / {1}",
 )
 def div(a, b):
     """a / b"""
@@ -198,6 +202,13 @@ def pow_exponent(g, y, a, b):
     return mul(g, o.where(o.logical_and(o.eq(a, 0), nonnegative), 0, conj(mul(y, o.log(a)))))
 
 
+def power_in_c(at, a, b):
+    """As torch has it: squares and cubes are products."""
+    if b in (2, 3):
+        return " * ".join([at(0)] * int(b))
+    return f"pow({at(0)}, {at(1)})" if any(is_float(getattr(x, "dtype", torch.bool)) for x in (a, b)) else None
+
+
 def log_of(a):
     """The logarithm of a literal."""
     return cmath.log(a) if isinstance(a, complex) else math.log(a) if a > 0 else math.nan
@@ -218,6 +229,7 @@ def log_of(a):
     ],
     precision="high",
     scalars=(0, 1),
+    c=power_in_c,
 )
 def pow(a, b):
     """a to the power b"""

@@ -58,6 +58,15 @@ def total_dtype(x):
     return x.dtype if is_float(x.dtype) else torch.int64
 
 
+def sum_in_c(at, x, *, dims, keepdim=False):
+    """Added up in twice the bits."""
+    outer = iter([i for d, i in enumerate(at.index) if not keepdim or d not in dims])
+    index = [f"r{d}" if d in dims else next(outer) for d in range(x.ndim)]
+    loops = " ".join(f"for (int64_t r{d} = 0; r{d} < {x.shape[d]}; r{d}++)" for d in dims)
+    wide = "double" if is_float(x.dtype) else "int64_t"
+    return f"({{ {wide} total = 0; {loops} total += {at(0, index)}; total; }})"
+
+
 EXAMPLES = ["f[2,3,4], dims=(1,)", "f[2,3,4], dims=(0,2), keepdim=True", "f[4,6], dims=(0,1)", "f[], dims=()"]
 
 
@@ -69,6 +78,7 @@ EXAMPLES = ["f[2,3,4], dims=(1,)", "f[2,3,4], dims=(0,2), keepdim=True", "f[4,6]
     linear=((0,),),
     examples=[*EXAMPLES, "n[2,3,4], dims=(1,)", "bool[4,6], dims=(0,1)", "c128[2,3], dims=(1,)"],
     precision="high",
+    c=sum_in_c,
 )
 def sum(x, *, dims, keepdim=False):
     """The sum over dims"""
@@ -114,6 +124,7 @@ def mean_of_rows(at, x, *, dims, keepdim=False, count=None):
     precision="high",
     averages=True,
     of_rows=mean_of_rows,
+    c=lambda at, x, *, count=None, **over: f"{sum_in_c(at, x, **over)} / {count or count_of(x, over['dims'])}",
 )
 def mean(x, *, dims, keepdim=False, count=None):
     """The mean over dims; with `count`, x's share in the mean of that many elements: shares of parts sum up"""

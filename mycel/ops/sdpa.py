@@ -34,6 +34,8 @@ def _sdpa_dims(*types, **params):
 )  # fmt: skip
 def sdpa(q, k, v, mask, *, causal=False, scale=None):
     """attention without lse; written by late fusion alone"""
+    if mask is not None and q.dtype == torch.float64 and mask.dtype == torch.float32:
+        mask = mask.to(q.dtype)  # torch takes it, and reads its memory as f64
     return torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )

@@ -81,6 +81,7 @@ def reshape_dims(x, *, shape):
         "f[2,12,5], shape=(2,4,5,3)", "f[12,3], shape=(4,9)", "f[4,6,5], shape=(6,4,5)",
     ],
     moves=True,
+    c=lambda at, x, *, shape: at.flat(0),
 )  # fmt: skip
 def reshape(x, *, shape):
     """The same elements in the same order under another shape."""
@@ -190,6 +191,7 @@ def permute_back(g, dims):
     linear=((0,),),
     examples=["a[2,3,4], dims=(2,0,1)", "f[2,3], dims=(0,1)", "f[], dims=()"],
     moves=True,
+    c=lambda at, x, *, dims: at(0, [at.index[dims.index(d)] for d in range(x.ndim)]),
 )
 def permute(x, *, dims):
     """The dims in another order."""
@@ -243,6 +245,7 @@ def refuse_expand_write(x, new, *, shape):
     linear=((0,),),
     examples=["a[2,1,3], shape=(2,4,3)", "f[3,1], shape=(2,3,1)", "f[], shape=(2,4)", "f[1,2], shape=(0,2)"],
     moves=True,
+    c="{0}",
 )
 def expand(x, *, shape):
     """Repeat dims of size one, and lead with new ones, to this shape."""

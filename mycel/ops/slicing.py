@@ -36,6 +36,10 @@ def slice_dims(x, *, dim, start, stop, step=1):
     return f"{along(names, dim, 'n^')} -> {along(names, dim, 'm')}", {"m": -(-(stop - start) // step)}
 
 
+def slice_in_c(at, x, *, dim, start, stop, step=1):
+    return at(0, replaced(at.index, dim, f"({start} + {step} * {at.index[dim]})"))
+
+
 def slice_vjp(g, y, x, *, dim, start, stop, step=1):
     """The part's cotangent in its place, zeros around it."""
     if step != 1:
@@ -54,6 +58,7 @@ def slice_vjp(g, y, x, *, dim, start, stop, step=1):
         "f[2,6], dim=1, start=0, stop=6",
     ],
     moves=True,
+    c=slice_in_c,
 )  # fmt: skip
 def slice(x, *, dim, start, stop, step=1):
     """x[start:stop:step] along a dim"""
@@ -153,6 +158,7 @@ def select_vjp(g, y, x, *, dim, index):
     linear=((0,),),
     examples=["a[2,3,4], dim=1, index=2", "f[4], dim=0, index=0"],
     moves=True,
+    c=lambda at, x, *, dim, index: at(0, replaced(at.index, dim, str(index), *at.index[dim : dim + 1])),
 )
 def select(x, *, dim, index):
     """x[index] along a dim"""
@@ -298,6 +304,16 @@ def cat_dims(*xs, dim):
     return f"{left} -> {along(names, dim, 'n')}", {"n": sum(x.shape[dim] for x in xs)}
 
 
+def cat_in_c(at, *xs, dim):
+    """The first that reaches that far."""
+    text, end = "", 0
+    for k, x in enumerate(xs):
+        element = at(k, replaced(at.index, dim, f"({at.index[dim]} - {end})"))
+        end += x.shape[dim]
+        text += element if k == len(xs) - 1 else f"{at.index[dim]} < {end} ? {element} : "
+    return text
+
+
 def cat_vjp(g, y, *xs, dim):
     """Taken apart again."""
     parts = as_tuple(split(g, sizes=tuple(x.shape[dim] for x in xs), dim=dim))
@@ -312,6 +328,7 @@ def cat_vjp(g, y, *xs, dim):
         "a[2,3,4], a[2,1,4], a[2,2,4], dim=1", "f[4,2], dim=0", "f32[2], f64[3], i64[1], dim=0",
         "f[3,0], f[3,2], dim=1",
     ],
+    c=cat_in_c,
 )  # fmt: skip
 def cat(*xs, dim):
     """Tensors one after the other along a dim."""

@@ -31,7 +31,14 @@ def slope(rule):
     return lambda g, y, x: (o.mul(g, conj(rule(y, x))),)
 
 
-@op("... -> ...", vjp=lambda g, y, x: (o.neg(g),), aten=["neg.default"], linear=((0,),), examples=["n[2,3]", "c128[3]"])
+@op(
+    "... -> ...",
+    vjp=lambda g, y, x: (o.neg(g),),
+    aten=["neg.default"],
+    linear=((0,),),
+    examples=["n[2,3]", "c128[3]"],
+    c="-{0}",
+)
 def neg(x):
     """-x"""
     return -x
@@ -49,7 +56,9 @@ abs = unary("abs", lambda g, y, x: (o.mul(g, unit(x)),), dtype=part_dtype, examp
 sign = unary("sign", no_gradient, dtype="promote", examples=["a[2,3]"])
 captures("aten.sgn.default")(unit)
 
-exp = unary("exp", precision="high", vjp=slope(lambda y, x: y), examples=["f[2,3]", "i64[3]<4", "c128[3]"])
+exp = unary(
+    "exp", c="exp({0})", precision="high", vjp=slope(lambda y, x: y), examples=["f[2,3]", "i64[3]<4", "c128[3]"]
+)
 exp2 = unary("exp2", precision="high", vjp=slope(lambda y, x: o.mul(y, math.log(2))))
 expm1 = unary("expm1", precision="high", vjp=slope(lambda y, x: o.add(y, 1)))
 log = unary(
@@ -65,18 +74,21 @@ log1p = unary("log1p", precision="high", vjp=lambda g, y, x: (o.div(g, o.add(con
 
 sqrt = unary(
     "sqrt",
+    c="sqrt({0})",
     precision="high",
     vjp=lambda g, y, x: (o.div(g, o.mul(conj(y), 2)),),
     examples=["f[2,3]>0", "i64[3]<9", "c128[3]"],
 )
 rsqrt = unary(
     "rsqrt",
+    c="1 / sqrt({0})",
     precision="high",
     vjp=lambda g, y, x: (o.mul(o.mul(g, -0.5), conj(o.mul(o.square(y), y))),),
     examples=["f[2,3]>0", "c128[3]"],
 )
 reciprocal = unary(
     "reciprocal",
+    c="1 / {0}",
     precision="high",
     vjp=slope(lambda y, x: neg(o.square(y))),
     examples=["f[2,3]>0", "i64[3]>0", "c128[3]"],
@@ -88,6 +100,7 @@ reciprocal = unary(
     vjp=lambda g, y, x: (o.mul(o.mul(g, 2), conj(x)),),
     examples=["n[2,3]", "c128[3]"],
     precision="high",
+    c="{0} * {0}",
 )
 def square(x):
     """x * x"""
@@ -99,8 +112,8 @@ def _square(x):
     return square(o.cast(x, dtype=torch.int64) if x.dtype == torch.bool else x)
 
 
-sin = unary("sin", slope(lambda y, x: o.cos(x)), examples=["f[2,3]", "c128[3]"])
-cos = unary("cos", slope(lambda y, x: neg(sin(x))), examples=["f[2,3]", "c128[3]"])
+sin = unary("sin", slope(lambda y, x: o.cos(x)), examples=["f[2,3]", "c128[3]"], c="sin({0})")
+cos = unary("cos", slope(lambda y, x: neg(sin(x))), examples=["f[2,3]", "c128[3]"], c="cos({0})")
 tan = unary("tan", precision="high", vjp=slope(lambda y, x: o.add(square(y), 1)), examples=["f[2,3]~1.2", "c128[3]"])
 asin = unary(
     "asin", precision="high", vjp=slope(lambda y, x: rsqrt(o.sub(1, square(x)))), examples=["f[2,3]~0.9", "c128[3]"]

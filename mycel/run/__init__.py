@@ -7,6 +7,7 @@ from mycel.run.emit import emit, load
 from mycel.run.host_space import HostSpace, available, moves
 from mycel.run.interpret import interpret, not_finite
 from mycel.run.link_probe import LinkWatch, timed_codecs, timed_messages
+from mycel.run.native_blocks import is_small
 from mycel.run.processes import world
 from mycel.run.replay import CudaGraph, GraphPool, Replayed
 from mycel.run.replayed_calls import replayed_call
@@ -24,6 +25,7 @@ __all__ = [
     "available",
     "emit",
     "interpret",
+    "is_small",
     "keep_freed_memory",
     "load",
     "moves",

@@ -55,6 +55,7 @@ from mycel.run.memory_sharing import (
     shared_outputs,
     summing,
 )
+from mycel.run.native_blocks import native_functions
 from mycel.run.own_gradient import OwnGradient
 
 _ROOMS = {"mycel.ops.across": "across"}  # where operators are that ask the run's communicator, if not in collective
@@ -124,10 +125,11 @@ def _constant_text(c: torch.Tensor) -> str:
 
 
 def load(
-    program: Program, device: torch.device, reuse: bool = False, donate: bool = False, compiled: Collection[str] = ()
-) -> tuple[Callable[..., tuple[Any, ...]], str]:
+    program: Program, device: torch.device, reuse: bool = False, donate: bool = False, compiled: Collection[str] = (),
+    native: Collection[str] = (),
+) -> tuple[Callable[..., tuple[Any, ...]], str]:  # fmt: skip
     """The entry as a Python function on `device`, and its source; the functions of the blocks named in `compiled` go
-    through torch's compiler, at its first call."""
+    through torch's compiler, at its first call; those in `native` are in C."""
     source = emit(program, device, reuse, donate)
     file = f"<mycel program {load.count}>"  # type: ignore[attr-defined]
     load.count += 1  # type: ignore[attr-defined]
@@ -138,6 +140,8 @@ def load(
         return CompiledProgram.of(run, program, names, compiled, source, device), source
     env: dict[str, Any] = {}
     run(env)
+    names = function_names(program, donate) if native else {}
+    env.update({names[block]: function for block, function in native_functions(program, native).items()})
     return env["main"], source
 
 

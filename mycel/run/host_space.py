@@ -32,11 +32,15 @@ from mycel.sizes import shown
 UNKNOWN = 1 << 62  # bytes
 
 
-class HostSpace:
-    """What the programs of one step have on the host of a device."""
+# bytes that a rank is about to take of its host -> what all ranks there have taken, and what was free when they began
+Promise = Callable[[int], tuple[int, int]]
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+
+class HostSpace:
+    """What the programs of one step have on the host of a device; `promise`: where other ranks may be there."""
+
+    def __init__(self, device: torch.device, promise: Promise | None = None) -> None:
+        self.device, self.promise = device, promise
         self.homes: dict[Role, torch.Tensor] = {}
         self.arena = torch.empty(0, dtype=torch.uint8)
         self._views: dict[Any, torch.Tensor] = {}
@@ -64,6 +68,15 @@ class HostSpace:
                 f"a step needs {shown(need)} on the host, which has {shown(available())} free\n"
                 "  try       a larger memory=, or a host budget in the plan: offload: {activations: auto, host: …}"
             )
+        if self.promise is not None:
+            together, had = self.promise(need)
+            if together > had:
+                raise RunError(
+                    f"the ranks of this host need {shown(together)} of its memory together, which had {shown(had)} "
+                    f"free when they began; this one needs {shown(need)}\n"
+                    "  try       a larger memory=, a host budget in the plan (offload: {activations: auto, host: …}), "
+                    "or fewer ranks on a host"
+                )
         memory = self._memory(need)
         if arena:
             self.arena, self._views = memory[:arena], {}

@@ -1,6 +1,7 @@
 """Who shares memory with whom.
 
 roots            which inputs of a block each of its values may share memory with
+families         for each value of a block those that may lie in the same memory
 shared_outputs   outputs that may share memory with an input the program updates in place; those are copied before
                  the update
 given_away       equations of the entry that may write their results over inputs the program updates
@@ -14,7 +15,7 @@ reusable         equations whose result may be written over an operand, because 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from mycel.ir import CONTROL, Block, Eqn, Program, Var, call, chains, lifetimes, order, scan
 from mycel.ops import o
@@ -56,15 +57,33 @@ def may_share(eqn: Eqn) -> bool:
     return eqn.op.write is not None or (eqn.op.by_rank and len(set(eqn.vars)) == 1)
 
 
-def families(block: Block) -> dict[Var, list[Var]]:
-    """For each value those that lie in the same memory, or may, as an equation made them of it; itself among them."""
-    sharing: dict[Var, list[Var]] = {v: [v] for v in block.inputs}
-    for eqn in block.eqns:
-        sharing.update((v, [v]) for v in eqn.outputs)
-        if may_share(eqn):
-            family = list(dict.fromkeys(w for v in (*eqn.vars, *eqn.outputs) for w in sharing[v]))
-            sharing.update(dict.fromkeys(family, family))
-    return sharing
+def families(program: Program) -> dict[str, dict[Var, list[Var]]]:
+    """For each block: for each value those that lie in the same memory, or may, as an equation or a called block made
+    them of it; itself among them."""
+    by_block: dict[str, dict[Var, list[Var]]] = {}
+    for name in order(program):
+        block = program.blocks[name]
+        sharing = by_block[name] = {v: [v] for v in block.inputs}
+        for eqn in block.eqns:
+            sharing.update((v, [v]) for v in eqn.outputs)
+            together: Iterable[list[Var]] = [[*eqn.vars, *eqn.outputs]] if may_share(eqn) else ()
+            if eqn.op is call:
+                together = _together(eqn, program.blocks[eqn.params["block"]], by_block[eqn.params["block"]])
+            for members in together:
+                family = list(dict.fromkeys(w for v in members for w in sharing[v]))
+                sharing.update(dict.fromkeys(family, family))
+    return by_block
+
+
+def _together(eqn: Eqn, called: Block, sharing: Mapping[Var, list[Var]]) -> Iterable[list[Var]]:
+    """Operands and results of a call that may lie in the same memory: a block may return one value twice, a view of
+    another result, or what it was given."""
+    members: dict[int, list[Var]] = {}
+    pairs = zip((*called.inputs, *called.outputs), (*eqn.inputs, *eqn.outputs), strict=True)
+    for inner, outer in pairs:
+        if isinstance(inner, Var) and isinstance(outer, Var):
+            members.setdefault(id(sharing[inner]), []).append(outer)
+    return members.values()
 
 
 def _scanned(eqn: Eqn, body: Block, inner: Roots, held: list[set[int]]) -> list[set[int]]:
@@ -100,7 +119,7 @@ def given_away(program: Program) -> dict[int, set[int]]:
     nobody reads them afterwards; with the operands (by position) that must be copied first: others that the kernel
     writes its results over, and those that it may overwrite."""
     block, known = program.main, roots(program)[program.entry]
-    family = families(block)
+    family = families(program)[program.entry]
     new = (
         dict(zip(program.updates, block.outputs[len(block.outputs) - len(program.updates) :], strict=True))
         if program.updates
@@ -227,9 +246,10 @@ def summing(outer: Block, eqn: Eqn, body: Block) -> dict[int, int]:
 def owned_results(program: Program) -> dict[str, set[int]]:
     """Of each block its outputs (by position) whose memory nobody else knows who has not been given them."""
     owned: dict[str, set[int]] = {}
+    by_block = families(program)
     for name in order(program):
         block = program.blocks[name]
-        family, fresh = families(block), set[Var]()
+        family, fresh = by_block[name], set[Var]()
         for eqn in block.eqns:
             if eqn.op is call:
                 fresh.update(eqn.outputs[i] for i in owned[eqn.params["block"]])

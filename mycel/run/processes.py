@@ -31,6 +31,7 @@ from mycel.ir import Axes, Mesh, Program
 from mycel.run.channels import Channel, Pair, pairs_of
 from mycel.run.collectives import Messages, TransferPiece, begin, box_of, buckets, finish
 from mycel.run.groups import Gloo, Nccl, RankGroup, Works
+from mycel.run.host_space import available
 from mycel.run.rendezvous import LATER_S, Rendezvous, Seat, code_version, is_loopback, seat
 from mycel.run.watch import PendingCollective, Watch
 
@@ -81,7 +82,7 @@ class Processes:
         self.groups: dict[tuple[Axes, str], RankGroup] = {}
         self.channels: dict[Pair, Channel] = {}  # of the world, where pairs have one each
         self.meeting, self.world, self.numbers = meeting, world or self, tuple(numbers) or tuple(range(mesh.world))
-        self.owner = os.getpid()
+        self.owner, self.host_bytes = os.getpid(), available()
         own = Watch(meeting) if meeting is not None and world is None else None
         self.watch: Watch | None = world.watch if world is not None else own
         if world is None:
@@ -293,6 +294,11 @@ class Processes:
             place = self._watch().enter("an agreement", "before the first collective", range(self.world.mesh.world))
             self.meeting.agree(facts)
             self._watch().leave(place)
+
+    def promise_memory(self, count: int) -> tuple[int, int]:
+        """Bytes of its host that this rank is about to take -> what ranks there have taken with it, and what was free
+        when this one began."""
+        return (count if self.meeting is None else self.meeting.promised("memory", count)), self.world.host_bytes
 
     def close(self, error: BaseException | None = None) -> None:
         """This rank is done with the others, or an error is done with it: then they are told.  A second call does

@@ -266,6 +266,10 @@ class Rendezvous:
             probe.connect(address)  # nothing is sent: it only asks for the route
             return str(probe.getsockname()[0])
 
+    def promised(self, what: str, amount: int) -> int:
+        """How much of something on this host its ranks have said they take, with what this one adds now."""
+        return int(self.store.add(f"promised/{what}/{socket.gethostname()}", amount))
+
     def agree(self, facts: Mapping[str, str]) -> None:
         """Refuse, on all ranks, a world whose ranks have different facts: name -> text."""
         self.agreements += 1

@@ -48,6 +48,7 @@ from mycel.transform.recordable import recordable
 from mycel.transform.routing import RoutedLayer, with_routing
 from mycel.transform.scaling import LOSS_SCALE, scaled, with_scale
 from mycel.transform.shared_updates import share_updates
+from mycel.transform.small_blocks import small_blocks
 from mycel.transform.unhinted import unhinted
 from mycel.transform.unshared import unshared
 from mycel.transform.uses import count_uses
@@ -124,6 +125,7 @@ __all__ = [
     "share_updates",
     "shares",
     "simplify",
+    "small_blocks",
     "unhinted",
     "unshared",
     "value_and_grad",

@@ -16,7 +16,7 @@ New inputs, by their roles:
     hyper lr of group 0        the scalar operands of a group's update
     gradient of w              where gradients are asked for: as clipped, or of a group that is updated elsewhere
     counter skipped            how many steps changed nothing
-    counter uses.w             of a group that may stay unused: how often this step used it
+    counter uses.w             of a group that may stay unused: how often this step used it, or each of several
     counter good_steps         where there is a loss scale: steps since it changed.  The scale itself is an input
                                already
 """
@@ -44,7 +44,8 @@ SCALAR = Type(torch.float64, ())
 class ParameterGroup:
     """Parameters that are updated together: `kind` is an optimiser of ours (empty: they are updated elsewhere),
     `params` by the names their roles have, `slots` their state, `hyper` the scalar operands by name; `name` tells
-    groups apart.  `counter`: of how often they are used, where that may be never (`uses.py`)."""
+    groups apart.  `counter`: of how often they are used, where that may be never (`uses.py`); `number`: which of its
+    numbers, where it has several."""
 
     kind: str
     params: tuple[str, ...]
@@ -53,6 +54,7 @@ class ParameterGroup:
     flags: tuple[tuple[str, Any], ...] = ()
     name: str = "0"
     counter: str = ""
+    number: int | None = None
 
     def state_roles(self) -> list[Role]:
         """Its state, slot by slot."""
@@ -126,6 +128,8 @@ def optimise(
             updates[name] = new if is_late else o.where(finite, new, old)
         uses = {name: o.sub(counted[v.name], v) for name, v in counters.items()}  # of this step
         updates.update((counters[name].name, count) for name, count in uses.items())
+        unused = {name: o.cast(o.eq(count, 0), dtype=torch.float32) for name, count in uses.items()}
+        idle = {name: o.maximum(no_use, skip) for name, no_use in unused.items()}
         at = 0
         for group, own, (state, hyper) in zip(groups, params, given, strict=True):
             count = len(own)
@@ -137,9 +141,9 @@ def optimise(
             named = [*own, *state]
             over = [updates.get(v.name, v) for v in named]  # the forward pass may have changed a parameter itself
             flags = {"count": count, **dict(group.flags)}
-            stays = skip
-            if group.counter:
-                stays = o.maximum(skip, o.cast(o.eq(uses[group.counter], 0), dtype=torch.float32))
+            stays = idle.get(group.counter, skip)
+            if group.number is not None:
+                stays = o.select(stays, dim=0, index=group.number)
             updated = OPS[group.kind](*over, *mine, *hyper, scale, stays, **flags)
             updates.update(
                 (v.name, new)

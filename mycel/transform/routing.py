@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from mycel.ir import Block, Builder, Eqn, Program, Var, call, check, order
+from mycel.ir import Block, Builder, Eqn, Program, Var, call, check, is_float, order
 from mycel.ops import o
 
 
@@ -113,11 +113,11 @@ def _routed(ids: Any, weights: Any, experts: int) -> Any:
 
 
 def _inputs(values: Iterable[Any], producers: Mapping[Var, Eqn]) -> frozenset[Var]:
-    """The inputs of a block that values are made of."""
+    """The inputs of a block that values are made of; whole numbers tell what of them, and are none."""
     waiting, seen = [v for v in values if isinstance(v, Var)], set[Var]()
     while waiting:
         v = waiting.pop()
         if v not in seen:
             seen.add(v)
-            waiting += producers[v].vars if v in producers else ()
+            waiting += [x for x in producers[v].vars if is_float(x.dtype)] if v in producers else []
     return frozenset(v for v in seen if v not in producers)

@@ -1,0 +1,151 @@
+"""Blocks of small equations as functions in C: an equation of a thousand elements takes a microsecond, torch's call of
+it ten.
+
+    def main_1(x: f32[1,1,768], w: f32[768]):       void main_1(const float *a0, const float *a1, float *y0) {
+      s = square(x)                            =>     float t0[768];
+      y = mul(s, w)                                   for (int64_t i2 = 0; i2 < 768; i2++) t0[i2] = a0[i2] * a0[i2];
+      return y                                        for (int64_t i2 = 0; i2 < 768; i2++) y0[i2] = t0[i2] * a1[i2]; }
+
+Each equation is a loop over its result; what an element is made of, its operator says (`Op.c`).  16 bits are computed
+in 32 and rounded after each equation, as torch does.  Where there is no compiler, blocks stay Python.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mycel.ir import Block, Eqn, Program, Type, Var
+from mycel.ops.native_library import library_of
+
+C_TYPES = {torch.float32: "float", torch.bfloat16: "uint16_t", torch.int64: "int64_t", torch.bool: "_Bool"}
+LARGEST = 1 << 16  # elements of a value: it lies on the stack, and one core computes it
+HEAD = """#include <math.h>
+#include <stdint.h>
+#include <string.h>
+#include <tgmath.h>
+
+static inline float of_half(uint16_t h) { uint32_t u = (uint32_t)h << 16; float f; memcpy(&f, &u, 4); return f; }
+static inline uint16_t half_of(float f) { /* to the nearest, ties to even */
+  uint32_t u;
+  memcpy(&u, &f, 4);
+  if ((u & 0x7FFFFFFFu) > 0x7F800000u) return 0x7FC0;
+  return (uint16_t)((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16);
+}
+"""
+Function = Callable[..., tuple[torch.Tensor, ...]]
+
+
+class Elements:
+    """Elements of an equation's operands, as C, for the element of its result at `index`."""
+
+    def __init__(self, eqn: Eqn, names: Mapping[Var, str]) -> None:
+        self.eqn, self.names = eqn, names
+        result = eqn.outputs[0].type
+        self.index = tuple("0" if n == 1 else f"i{d}" for d, n in enumerate(result.shape))
+        self._flat = _place(self.index, result.shape)
+        decides = result.dtype
+        if decides == torch.bool:  # a comparison is one of what it compares
+            types = [x.type.dtype if isinstance(x, Var) else torch.tensor(x).dtype for x in eqn.inputs]
+            decides = next((t for t in types if t.is_floating_point), torch.int64)
+        self.kind = "float" if decides.is_floating_point else "int64_t"
+
+    def __call__(self, k: int, index: Sequence[str] | None = None) -> str:
+        """Of operand k; without an index where it is broadcast."""
+        x = self.eqn.inputs[k]
+        if not isinstance(x, Var):
+            return self._number(x)
+        given = self.index[len(self.index) - x.ndim :] if index is None else index
+        places = ["0" if n == 1 else i for i, n in zip(given, x.shape, strict=True)]
+        return self._read(x, _place(places, x.shape))
+
+    def flat(self, k: int) -> str:
+        """Of operand k, in the order of memory."""
+        x = self.eqn.inputs[k]
+        assert isinstance(x, Var)
+        return self._read(x, self._flat)
+
+    def _read(self, x: Var, place: str) -> str:
+        element = f"{self.names[x]}[{place}]"
+        return f"(({self.kind}){f'of_half({element})' if x.dtype == torch.bfloat16 else element})"
+
+    def _number(self, x: Any) -> str:
+        if isinstance(x, float) and not math.isfinite(x):
+            return f"(({self.kind}){'NAN' if math.isnan(x) else 'INFINITY' if x > 0 else '-INFINITY'})"
+        return f"(({self.kind}){x!r})" if not isinstance(x, bool) else f"(({self.kind}){int(x)})"
+
+    def text(self) -> str | None:
+        """The element itself."""
+        op, inputs = self.eqn.op, self.eqn.inputs
+        if callable(op.c):
+            return op.c(self, *self.eqn.input_types, **self.eqn.params)
+        return None if op.c is None else op.c.format(*map(self, range(len(inputs))))
+
+
+def _place(index: Sequence[str], shape: Sequence[int]) -> str:
+    steps = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    return " + ".join(f"{i} * {s}" if s != 1 else i for i, s in zip(index, steps, strict=True) if i != "0") or "0"
+
+
+def is_small(eqn: Eqn) -> bool:
+    """Is it small, and does its operator say what it is in C?"""
+    values = [x for x in (*eqn.inputs, *eqn.outputs) if isinstance(x, Var)]
+    if eqn.op.c is None or None in eqn.inputs or len(eqn.outputs) != 1 or len(values) < 2:
+        return False
+    if not all(v.dtype in C_TYPES and 0 < v.type.numel <= LARGEST for v in values):
+        return False
+    return Elements(eqn, dict.fromkeys(values, "x")).text() is not None
+
+
+def c_text(name: str, block: Block) -> str:
+    """A block as a function of the memory of its inputs and its results."""
+    names = {v: f"a{i}" for i, v in enumerate(block.inputs)}
+    given = [f"const {_c_type(v.type)} *restrict a{i}" for i, v in enumerate(block.inputs)]
+    lines = []
+    for i, x in enumerate(block.outputs):
+        assert isinstance(x, Var) and x not in names, "results are values of the block, each once"
+        names[x] = f"y{i}"
+        given.append(f"{_c_type(x.type)} *restrict y{i}")
+    for i, eqn in enumerate(block.eqns):
+        (y,) = eqn.outputs
+        if y not in names:
+            names[y] = f"t{i}"
+            lines.append(f"{_c_type(y.type)} t{i}[{y.type.numel}];")
+        at = Elements(eqn, names)
+        element = at.text()
+        loops = [f"for (int64_t i{d} = 0; i{d} < {n}; i{d}++) " for d, n in enumerate(y.shape) if n != 1]
+        value = f"half_of({element})" if y.dtype == torch.bfloat16 else element
+        lines.append(f"{''.join(loops)}{names[y]}[{_place(at.index, y.shape)}] = {value};")
+    return f"void {name}({', '.join(given)}) {{\n  " + "\n  ".join(lines) + "\n}\n"
+
+
+def _c_type(t: Type) -> str:
+    return C_TYPES[t.dtype]
+
+
+def native_functions(program: Program, blocks: Collection[str]) -> dict[str, Function]:
+    """These blocks as functions in C; none of them without a compiler."""
+    texts = [c_text(f"block_{i}", program.blocks[name]) for i, name in enumerate(blocks)]
+    library = library_of(HEAD + "\n".join(texts), "blocks", ("-fno-math-errno",)) if texts else None
+    if library is None:
+        return {}
+    return {name: _function(library[f"block_{i}"], program.blocks[name]) for i, name in enumerate(blocks)}
+
+
+def _function(code: Any, block: Block) -> Function:
+    """Called as the block's Python would be."""
+    code.argtypes = [ctypes.c_void_p] * (len(block.inputs) + len(block.outputs))
+    code.restype = None
+    results = [(v.shape, v.dtype) for v in block.outputs if isinstance(v, Var)]
+
+    def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = [x if x.is_contiguous() else x.contiguous() for x in inputs]
+        ys = tuple([torch.empty(shape, dtype=dtype) for shape, dtype in results])
+        code(*[x.data_ptr() for x in given], *[y.data_ptr() for y in ys])
+        return ys
+
+    return run
