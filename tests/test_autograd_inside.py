@@ -75,7 +75,40 @@ class Weights(nn.Module):
         return loss + first.square().sum() + 0 * self.spare.sum()
 
 
-@pytest.mark.parametrize("make", [Equation, Penalty, Forces, Weights])
+class Attention(nn.Module):
+    """The gradients of what lies on the way to another of the tensors that are asked for, and of that."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(2, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = x.clone().requires_grad_()
+        h = self.body(x).tanh()
+        z = h * 2
+        scores = self.head(z)
+        dz, dx, dh = torch.autograd.grad(scores.max(1).values.sum(), [z, x, h], create_graph=True)
+        (twice,) = torch.autograd.grad((dx.square().sum() + dz.square().sum()) * h.sum(), h, create_graph=True)
+        return scores.square().mean() + (dh * h).relu().mean() + dx.square().sum() + dz.exp().mean() + twice.sum()
+
+
+class Curvature(nn.Module):
+    """Of second order, by a value that the first order was taken of beside what it is made of."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(2, 8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        h = self.body(x).tanh()
+        y = self.head(h).square().sum()
+        dh, dw = torch.autograd.grad(y, [h, self.body.weight], create_graph=True)
+        (twice,) = torch.autograd.grad(dh.square().sum(), h, create_graph=True, allow_unused=True)
+        assert twice is not None
+        return dw.square().mean() + twice.abs().mean() + y
+
+
+@pytest.mark.parametrize("make", [Equation, Penalty, Forces, Weights, Attention, Curvature])
 def test_losses_of_gradients(make):
     def batch(i):
         return (torch.randn(5, 2, generator=torch.Generator().manual_seed(i)),)
@@ -159,7 +192,18 @@ def made_here(x):
     return first, z.grad, w.grad
 
 
-@pytest.mark.parametrize("fn", [leaves, made_here])
+def retained(x):
+    x = x.clone().requires_grad_()
+    h = x.sin()
+    h.retain_grad()
+    z = h * x
+    z.retain_grad()
+    z.square().sum().backward()
+    assert z.requires_grad and not h.is_leaf
+    return x.grad, h.grad, z.grad
+
+
+@pytest.mark.parametrize("fn", [leaves, made_here, retained])
 def test_backward_leaves_gradients_in_traced_leaves(fn):
     same(mycel.jit(fn, strict=True)(X), fn(X))
 

@@ -27,7 +27,14 @@ import mycel
         lambda: np.random.rand(),
         lambda: np.random.uniform(0, 1),
         lambda: np.random.randint(2),
-        lambda: np.random.normal(0.5, 1.0),
+        lambda: np.random.normal(loc=0.5, scale=1.0),
+        lambda: np.random.beta(0.4, 0.4),
+        lambda: np.random.gamma(1.0, size=None),
+        lambda: random.expovariate(1.0),
+        lambda: np.random.poisson(0.7),
+        lambda: np.random.binomial(n=1, p=0.5),
+        lambda: np.random.choice(2),
+        lambda: random.choice([0.1, 0.9]),
     ],
 )
 def test_numbers_of_python_are_drawn_at_every_call(draw):
@@ -49,7 +56,9 @@ def test_numbers_of_python_are_drawn_at_every_call(draw):
 @pytest.mark.parametrize(
     "fn",
     [
-        lambda x: x * random.choice([1, 2]),
+        lambda x: x * random.choices([1, 2])[0],
+        lambda x: x * np.random.default_rng().random(),
+        lambda x: x * random.Random(None).random(),
         lambda x: x[torch.from_numpy(np.random.permutation(2))],
         lambda x: x * torch.from_numpy(np.random.rand(3)),
     ],
@@ -85,3 +94,65 @@ def test_variables_of_the_process_are_part_of_the_signature(monkeypatch):
             monkeypatch.setenv(name, value)
         same(fast(X), fn(X))
     assert len(fast.entries) == 3
+
+
+@pytest.mark.parametrize(
+    "drawn, plain",
+    [
+        (lambda: np.random.beta(0.3, 0.6), lambda n: np.random.beta(0.3, 0.6, n)),
+        (lambda: np.random.gamma(2.0, 1.5), lambda n: np.random.gamma(2.0, 1.5, n)),
+        (lambda: random.gammavariate(2.0, 1.5), lambda n: np.random.gamma(2.0, 1.5, n)),
+        (lambda: np.random.exponential(2.0), lambda n: np.random.exponential(2.0, n)),
+        (lambda: random.expovariate(0.5), lambda n: np.random.exponential(2.0, n)),
+        (lambda: np.random.poisson(3.0), lambda n: np.random.poisson(3.0, n)),
+        (lambda: np.random.binomial(10, 0.3), lambda n: np.random.binomial(10, 0.3, n)),
+        (lambda: random.choice((1, 2, 6)), lambda n: np.random.choice([1, 2, 6], n)),
+    ],
+)
+def test_numbers_are_drawn_as_numpy_draws_them(drawn, plain):
+    """Mean and deviation of many."""
+    torch.manual_seed(0)
+    np.random.seed(0)
+    fast, x = mycel.jit(lambda x: x * drawn(), strict=True), torch.ones((), dtype=torch.float64)
+    mine = np.array([float(fast(x)) for _ in range(800)])
+    wanted = plain(100_000)
+    error = wanted.std() / len(mine) ** 0.5
+    assert abs(mine.mean() - wanted.mean()) < 4 * error
+    assert mine.std() == pytest.approx(wanted.std(), rel=0.2)
+
+
+def test_mixup_is_no_island():
+    def mixup(x, alpha=0.4):
+        share = np.random.beta(alpha, alpha) if alpha > 0 else 1.0
+        return share * x + (1 - share) * x[torch.randperm(len(x))]
+
+    x = torch.arange(6.0)
+    fast = mycel.jit(mixup, strict=True)
+    results = [fast(x) for _ in range(4)]
+    assert len({tuple(y.tolist()) for y in results}) == 4
+    for y in results:
+        torch.testing.assert_close(y.sum(), x.sum())
+
+
+class Noisy(torch.autograd.Function):
+    """Noise on the way, and other noise on the way back."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x + torch.randn_like(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        return g + torch.randn_like(g)
+
+
+def test_functions_with_a_gradient_of_their_own_draw_anew_wherever_they_are_called():
+    def fn(x):
+        return Noisy.apply(x), Noisy.apply(x), torch._standard_gamma(x + 1), torch._standard_gamma(x + 1)
+
+    x = torch.zeros(3, dtype=torch.float64)
+    a, b, c, d = mycel.jit(fn, strict=True)(x)
+    assert not torch.equal(a, b) and not torch.equal(c, d)
+    torch.manual_seed(0)
+    value, slope = mycel.value_and_grad(lambda x: (Noisy.apply(x) * torch.tensor([1.0, 0, 0])).sum())(x)
+    assert abs(float(slope[0] - 1)) != pytest.approx(abs(float(value)))

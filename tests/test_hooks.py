@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from stepping import agree, beside, cross_entropy, mlp, rows, sgd
+from stepping import agree, beside, cross_entropy, mlp, plain_step, rows, sgd
 from torch import nn
 
 import mycel
-from mycel.errors import CaptureError
+from mycel.errors import CaptureError, TrainError
 
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
 
@@ -141,3 +141,80 @@ def test_code_asks_whether_a_gradient_is_recorded(frozen):
         gradients = mycel.value_and_grad(lambda x: model(x).square().sum(), wrt=model)(X)[1]
         for name, p in model.named_parameters():
             assert p.grad is None or torch.allclose(gradients[name], p.grad, rtol=1e-4), name
+
+
+def test_a_value_that_is_looked_at_before():
+    """What no gradient flows through is no use of a value: its norm scales its gradient."""
+
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(6, 5)
+
+        def forward(self, x):
+            h = self.layer(x)
+            norm = h.detach().norm()
+            with torch.no_grad():
+                top = h.max()
+            h.register_hook(lambda g: g * top / norm)
+            return h.square().mean()
+
+    agree(beside(Late, sgd(), lambda _: (X,), steps=3))
+    assert "island" not in str(mycel.capture(Late(), X))
+
+
+class Recorder:
+    """A hook that is an object, and one that is a method."""
+
+    def __init__(self):
+        self.last, self.count, self.seen = None, 0, []
+
+    def __call__(self, m, given, out):
+        self.last, self.count = out.detach(), self.count + 1
+        self.seen.append(out.mean().item())
+
+    def before(self, m, given):
+        self.seen.append(given[0].sum().item())
+
+
+def recorded(kind):
+    """A model with a hook that keeps something of each call, and what it keeps."""
+    model, recorder, features = mlp(), Recorder(), {}
+    layer = model[0]
+    {
+        "a list": lambda: layer.register_forward_hook(lambda m, x, y: recorder.seen.append(y.abs().mean().item())),
+        "a dict": lambda: layer.register_forward_hook(lambda m, x, y: features.update(last=y.detach())),
+        "an item": lambda: layer.register_forward_hook(lambda m, x, y: features.__setitem__("last", y.detach())),
+        "an object": lambda: layer.register_forward_hook(recorder),
+        "a method": lambda: layer.register_forward_pre_hook(recorder.before),
+        "a module's gradient": lambda: layer.register_full_backward_hook(
+            lambda m, into, outof: recorder.seen.append(outof[0].norm().item())
+        ),
+    }[kind]()
+    return model, recorder, features
+
+
+@pytest.mark.filterwarnings("ignore:.*runs as plain Python")  # what a gradient's hook does besides makes an island
+@pytest.mark.parametrize("kind", ["a list", "a dict", "an item", "an object", "a method", "a module's gradient"])
+def test_what_hooks_keep_is_of_every_call(kind):
+    (model, recorder, features), (twin, expected, kept) = recorded(kind), recorded(kind)
+    twin.load_state_dict(model.state_dict())
+    step, optimizer = mycel.train_step(model, sgd()(model), loss=cross_entropy, compile=False), sgd()(twin)
+    for i in range(3):
+        assert float(step(*rows(i))) == pytest.approx(plain_step(twin, optimizer, rows(i), cross_entropy), rel=1e-5)
+    assert recorder.count == expected.count and len(recorder.seen) == len(expected.seen)
+    assert recorder.seen == pytest.approx(expected.seen, rel=1e-5)
+    assert features.keys() == kept.keys()
+    for ours, theirs in [*((features[k], kept[k]) for k in kept), (recorder.last, expected.last)]:
+        assert (ours is None) == (theirs is None)
+        if theirs is not None:
+            torch.testing.assert_close(ours, theirs)
+
+
+def test_what_hooks_keep_of_a_part_of_a_batch_is_refused_by_its_name():
+    model, seen = mlp(), []
+    model[0].register_forward_hook(lambda m, x, y: seen.append(y.mean().item()))
+    step = mycel.train_step(model, sgd()(model), loss=cross_entropy, accumulate=2, compile=False)
+    with pytest.raises(TrainError, match="or a hook of it, keeps in seen would be of a part of the batch\n  try"):
+        step(*rows(0))
+    assert not seen

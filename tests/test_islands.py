@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import functools
 import random
@@ -366,6 +367,29 @@ def test_an_iterator_of_a_partial_is_a_refusal_with_its_reason():
     reason = r"(?s)_unique2 has a shape.*no call around it can stay Python: .* reaches an iterator"
     with pytest.raises(mycel.errors.CaptureError, match=reason):
         mycel.jit(f)(torch.ones(3))
+
+
+@pytest.mark.filterwarnings("ignore:.*runs as plain Python")  # where the loop looks at its signal handler, in text
+def test_branches_that_an_event_loop_runs():
+    """A coroutine runs once: the call it is given to is no island, but the one around it may be."""
+
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        async def branch(self, layer, x):
+            await asyncio.sleep(0)
+            return layer(x).exp()
+
+        async def all(self, x):
+            return await asyncio.gather(self.branch(self.a, x), self.branch(self.b, x))
+
+        def forward(self, x):
+            a, b = asyncio.run(self.all(x))
+            return (a * b).mean()
+
+    agree(beside(lambda: Branches().double(), sgd(), lambda _: (X,), steps=2))
 
 
 def test_an_exception_that_a_value_raises_is_caught_where_the_code_catches_it():

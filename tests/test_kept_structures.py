@@ -136,6 +136,47 @@ def test_one_capture_serves_all_calls(fn):
     assert len(run.entries) == 1
 
 
+class Noting(nn.Module):
+    """Logs in a default value, and in a tuple."""
+
+    def __init__(self, note):
+        super().__init__()
+        self.w, self.logs, self.note = nn.Parameter(torch.ones(3, dtype=torch.float64)), ([], {}), note
+
+    def forward(self, x):
+        y = self.note((x * self.w).tanh().sum())
+        self.logs[0].append(y.item())
+        return y
+
+
+def noted():
+    def note(y, log=[]):  # noqa: B006
+        log.append(y.item())
+        return y
+
+    return note
+
+
+def counted():
+    def note(y, log=[]):  # noqa: B006
+        log.append(1)
+        return y * len(log)
+
+    return note
+
+
+@pytest.mark.filterwarnings("ignore:.*runs as plain Python")
+@pytest.mark.parametrize("make", [noted, counted])
+def test_lists_in_defaults_and_tuples(make):
+    model, twin = Noting(make()), Noting(make())
+    run = mycel.jit(model)
+    for i in range(4):
+        x = torch.full((3,), i / 3 - 0.5, dtype=torch.float64)
+        torch.testing.assert_close(run(x), twin(x))
+        assert model.logs == twin.logs and model.note.__defaults__ == twin.note.__defaults__
+        assert type(model.logs[0]) is list
+
+
 def test_a_structure_that_somebody_changes_is_captured_again():
     model = Keeps(memories)
     run = mycel.jit(model, strict=True)

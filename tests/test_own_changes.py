@@ -371,3 +371,38 @@ def test_a_failed_capture_leaves_classes_as_they_were(fresh_classes):
     with pytest.raises(ValueError, match="no"):
         mycel.jit(Broken())(X)
     assert OfClass.calls == 0 and "calls" not in vars(Broken)
+
+
+class Welford:
+    """A running deviation, in slots."""
+
+    __slots__ = ("mean", "n", "squares")
+
+    def __init__(self):
+        self.n, self.mean, self.squares = 0, 0.0, 0.0
+
+    def push(self, x):
+        self.n += 1
+        d = x - self.mean
+        self.mean += d / self.n
+        self.squares += d * (x - self.mean)
+
+
+def test_numbers_in_slots_are_numbers_of_the_program():
+    def by_deviation(m, x):
+        loss = m.loss(x)
+        m.seen.push(loss.item())
+        return loss / (1 + m.seen.squares) + m.seen.mean
+
+    def made():
+        model = Net(by_deviation).double()
+        model.seen = Welford()
+        return model
+
+    model, twin = made(), made()
+    run = mycel.jit(model)
+    for k in (1.0, 2.0, -1.0, 0.5):
+        assert torch.allclose(run(X * k), twin(X * k))
+        assert model.seen.n == twin.seen.n
+        assert math.isclose(model.seen.squares, twin.seen.squares, abs_tol=1e-12)
+    assert len(run.entries) <= 3

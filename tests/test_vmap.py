@@ -105,3 +105,13 @@ def test_a_skeleton_without_data_says_nothing_of_the_device():
     leaves = {k: v.clone().requires_grad_() for k, v in stacked.items()}
     loss(leaves, X).backward()
     same(mycel.grad(loss)(stacked, X), {k: v.grad for k, v in leaves.items()})
+
+
+def test_rows_that_index():
+    """x[i] where each row has an i of its own."""
+    x, w = torch.arange(12.0).reshape(4, 3), torch.tensor([1.0, -2.0, 3.0])
+    for fn in (
+        lambda x: torch.vmap(lambda i: x[i] @ w)(torch.tensor([0, 3])),
+        lambda x: torch.vmap(lambda row, i: row[i] * w[i])(x[:3], torch.arange(3)),
+    ):
+        assert torch.equal(mycel.jit(fn, strict=True)(x), fn(x))

@@ -11,6 +11,7 @@ from mycel.capture.fence import refuse
 from mycel.capture.function import TRACING, Captured, capture, paused
 from mycel.capture.inline import input_tensors, input_values, results, splice, splice_program
 from mycel.capture.island import mark_island
+from mycel.capture.mixed_products import refuse_mixed_products
 from mycel.capture.nested import succeeds
 from mycel.capture.region import Open, checked, closed, divided, meshed, opened
 from mycel.capture.syntax import each, rewritten
@@ -52,6 +53,7 @@ __all__ = [
     "opened",
     "paused",
     "refuse",
+    "refuse_mixed_products",
     "results",
     "rewritten",
     "splice",

@@ -11,7 +11,7 @@ differentiated is told from outside (`differentiate_with`): capture knows no tra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ def traced_backward(
     """y.backward(): the gradients of traced leaves are added to their `.grad`, and so are those of parameters, which
     the code is to take away again (`zero_grad`): a program leaves none there."""
     ys = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
-    leaves = tracer.leaves if inputs is None else [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+    leaves = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs or (*tracer.leaves, *tracer.retained))
     with tracer:
         values = [tracer.cell(y).read() for y in ys]
         wrt = [tracer.cell(x).read() for x in leaves]
@@ -211,11 +211,28 @@ def _between(
 ) -> tuple[list[Eqn], set[Var]]:
     """The equations on the way from some values to others, and all they use.  What was made under no_grad is no way,
     but for tangents: there those end that are made `ahead`."""
+    leads = [
+        eqn
+        for i, eqn in enumerate(tracer.eqns)
+        if not (i in tracer.frozen if ahead is None else any(v in ahead for v in eqn.outputs))
+    ]
+    kept, used = _ways(leads, wrt, values)
+    if is_inside():
+        own = {v for e in tracer.eqns for v in e.outputs} | set(wrt)
+        if any(_depends(tracer, v, wrt) for v in used - own):
+            raise refuse(
+                "torch.autograd.grad in a branch or loop, of what was computed before it",
+                "computing outputs from inputs inside of it, or taking the gradient outside",
+            )
+    return kept, used
+
+
+def _ways(eqns: Iterable[Eqn], wrt: Sequence[Var], values: Sequence[Var]) -> tuple[list[Eqn], set[Var]]:
+    """The equations of these on the way from some values to others, and all they use."""
     reached = set(wrt)
     ways = []
-    for i, eqn in enumerate(tracer.eqns):
-        ends = i in tracer.frozen if ahead is None else any(v in ahead for v in eqn.outputs)
-        if not ends and eqn.op is not o.stop_gradient and any(v in reached for v in eqn.vars):
+    for eqn in eqns:
+        if eqn.op is not o.stop_gradient and any(v in reached for v in eqn.vars):
             ways.append(eqn)
             reached.update(eqn.outputs)
     used = set(values)
@@ -224,13 +241,6 @@ def _between(
         if any(v in used for v in eqn.outputs):
             kept.append(eqn)
             used.update(eqn.vars)
-    if is_inside():
-        own = {v for e in tracer.eqns for v in e.outputs} | set(wrt)
-        if any(_depends(tracer, v, wrt) for v in used - own):
-            raise refuse(
-                "torch.autograd.grad in a branch or loop, of what was computed before it",
-                "computing outputs from inputs inside of it, or taking the gradient outside",
-            )
     return kept[::-1], used
 
 
@@ -250,7 +260,24 @@ def _depends(tracer: Tracer, var: Var, wrt: Sequence[Var]) -> bool:
 def _gradients(
     tracer: Tracer, eqns: Sequence[Eqn], wrt: Sequence[Var], values: Sequence[Var], seeds: Sequence[Var | None]
 ) -> dict[Var, Var]:
-    """The gradients of sum(values * seeds), written into the trace."""
+    """The gradients of sum(values * seeds), written into the trace.
+
+    x -> h -> y     dy/dh of the way from h on;  dy/dx of the ways past h, and that of h times dh/dx
+    """
+    grads = _partials(tracer, eqns, wrt, values, seeds)
+    for v in [v for e in reversed(eqns) for v in e.outputs if v in wrt]:
+        others = [u for u in wrt if u is not v]
+        ways, used = _ways(eqns, others, [v])
+        before = [u for u in others if u in used]
+        for u, g in _partials(tracer, ways, before, [v], [grads[v]]).items() if before else ():
+            grads[u] = o.add(grads[u], g)
+    return grads
+
+
+def _partials(
+    tracer: Tracer, eqns: Sequence[Eqn], wrt: Sequence[Var], values: Sequence[Var], seeds: Sequence[Var | None]
+) -> dict[Var, Var]:
+    """The same, where none of `wrt` is made of another."""
     own = {v for e in eqns for v in e.outputs}
     # a seed that depends on the inputs is a number of its own here
     apart = [Var(f"g{i}", s.type) if s in own else None for i, s in enumerate(seeds)]  # type: ignore[union-attr]
@@ -268,7 +295,7 @@ def _gradients(
     outer = [*values, *(s for s in seeds if s is not None)]
     program, given = _program_of(tracer, eqns, wrt, outer, [g for g in apart if g is not None], total)
     inputs = [*given, *(s for s, g in zip(seeds, apart, strict=True) if g is not None)]
-    outs = splice_program(tracer, _DERIVE[0](program, range(len(wrt))), inputs)
+    outs = splice_program(tracer, _DERIVE[0](program, range(len(wrt))), inputs, eqns)
     return dict(zip(wrt, outs[1 : 1 + len(wrt)], strict=True))
 
 
@@ -280,12 +307,14 @@ def _program_of(
     more: Sequence[Var],
     finish: Callable[[Mapping[Var, Any]], list[Var]],
 ) -> tuple[Program, list[Var]]:
-    """Equations of the trace as a program of `wrt`, of what else they use and of `more`, and the values it is of."""
+    """Equations of the trace as a program of `wrt`, of what else they use and of `more`, and the values it is of.  Each
+    of `wrt` is a value of its own, whatever it is made of."""
     inside = {v for e in eqns for v in e.outputs}
     outer = [v for e in eqns for v in e.vars] + [*used]
     given = list(dict.fromkeys([*wrt, *(v for v in outer if v not in inside)]))
     own = [Var(f"a{i}", v.type) for i, v in enumerate(given)]
     known: dict[Var, Any] = dict(zip(given, own, strict=True))
+    cut = {v: known[v] for v in wrt}
     b = Builder()
     b.inputs = [*own, *more]
     b.reserve(v.name for v in b.inputs)
@@ -295,6 +324,7 @@ def _program_of(
                 v.type for v in eqn.outputs
             ])  # fmt: skip
             known.update(zip(eqn.outputs, outs if len(eqn.outputs) != 1 else (outs,), strict=True))
+            known.update(cut)
         results = finish(known)
     if not _DERIVE:
         raise refuse("torch's own autograd was asked for a gradient of traced tensors", "mycel.grad of a function")

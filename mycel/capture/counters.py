@@ -21,7 +21,17 @@ import torch
 from mycel.capture.alias import Cell
 from mycel.capture.fence import is_library, refuse
 from mycel.capture.record import Traced
-from mycel.capture.state import FUNCTIONS, ClassAttributes, Container, Location, Reachable, contents, is_static, owner
+from mycel.capture.state import (
+    FUNCTIONS,
+    Attributes,
+    ClassAttributes,
+    Container,
+    Location,
+    Reachable,
+    contents,
+    is_static,
+    owner,
+)
 from mycel.capture.trace import Tracer
 from mycel.ir import Var
 from mycel.ops import o
@@ -54,7 +64,12 @@ class NumberSlots:
 
 
 def slot_of(box: Container, key: Any) -> Slot:
-    return id(owner(box.slots)), key
+    return _held_by(box.slots), key
+
+
+def _held_by(slots: Any) -> int:
+    """The id of what holds them at every capture."""
+    return id(slots.thing if isinstance(slots, Attributes) else owner(slots))
 
 
 def place_of(box: Container, key: Any) -> Location:
@@ -137,7 +152,7 @@ def lift_counters(tracer: Tracer, places: Reachable, counters: frozenset[Slot]) 
             number.weak = tracer.numbers = True
             place.write(number)
             lifted[slot] = CountedSlot(box, key, number.cell)
-    places.statics[:] = [s for s in places.statics if (id(owner(s.place.container)), s.place.key) not in lifted]
+    places.statics[:] = [s for s in places.statics if (_held_by(s.place.container), s.place.key) not in lifted]
     return lifted
 
 

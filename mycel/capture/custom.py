@@ -14,7 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from mycel.capture.autograd import requires_grad
 from mycel.capture.fence import refuse
-from mycel.capture.nested import OpenBlock, finish, free, opened
+from mycel.capture.function_context import Context
+from mycel.capture.nested import KEY, OpenBlock, branch_key, finish, free, journal, opened, written
 from mycel.capture.record import Traced
 from mycel.capture.syntax import rewritten
 from mycel.capture.trace import Tracer
@@ -35,24 +36,37 @@ def trace_custom(tracer: Tracer, forward: Forward, backward: Backward, args: tup
     leaves: list[torch.Tensor] = []
     tree = flatten(args, leaves)
     with tracer:
-        xs = _distinct([tracer.cell(x).read() for x in leaves])
+        cells = [tracer.cell(x) for x in leaves]
+        xs = _distinct([cell.read() for cell in cells])
     ahead, behind = OpenBlock(), OpenBlock()
-    with opened(tracer, ahead):
-        result, saved = forward(_given(tracer, tree, xs))
+    with opened(tracer, ahead), journal() as notes:
+        given = _given(tracer, tree, xs)
+        result, saved = forward(given)
+        inside: list[torch.Tensor] = []
+        flatten(given, inside)
         outs: list[torch.Tensor] = []
         out_tree = flatten(result, outs)
         with tracer:
             ys = [tracer.cell(y).read() for y in outs]
             kept = [tracer.cell(s).read() for s in saved]
-    outputs = [Var(tracer.name("y"), v.type) for v in (*ys, *kept)]
+            now = [tracer.cell(x).read() for x in inside]
+        updates = {cell: v for cell, x, v in zip(cells, xs, now, strict=True) if v != x}
+        updates |= written(ahead, notes)
+    new = [v for v in dict.fromkeys(updates.values()) if v not in ys]
+    outputs = [Var(tracer.name("y"), v.type) for v in (*ys, *kept, *new)]
+    at = {**{v: len(ys) + len(kept) + i for i, v in enumerate(new)}, **{v: i for i, v in enumerate(ys)}}
     gs = [Var(tracer.name("g"), v.type) for v in ys if is_float(v.dtype)]
-    with opened(tracer, behind):
+    behind.regions[-1].sites = ahead.regions[-1].sites  # what backward draws are other numbers
+    with opened(tracer, behind), journal() as notes:
         results = outputs[: len(ys)]
         rest = iter(gs)
         cotangents = [tracer.wrap(next(rest)) if is_float(v.dtype) else None for v in ys]
         saved_now = [
             tracer.wrap(v if v in xs else outputs[ys.index(v) if v in ys else len(ys) + i]) for i, v in enumerate(kept)
         ]
+        with tracer:
+            for cell, v in updates.items():
+                cell.write(outputs[at[v]])
         gradients = backward(_given(tracer, tree, xs), _given(tracer, out_tree, results), saved_now, cotangents)
         with tracer:
             dxs = [
@@ -60,20 +74,27 @@ def trace_custom(tracer: Tracer, forward: Forward, backward: Backward, args: tup
                 for x, g in zip(xs, _listed(gradients, len(xs)), strict=True)
                 if is_float(x.dtype)
             ]
+        if any(v in behind.defined for v in written(behind, notes).values()):
+            raise refuse("a gradient function updates a tensor in place", "updating it in the function itself")
     inner = {*outputs, *gs}
     operands = [*xs]
     operands += [
         v
-        for v in dict.fromkeys([*free(ahead, outputs=[*ys, *kept]), *free(behind, outputs=dxs)])
+        for v in dict.fromkeys([*free(ahead, outputs=[*ys, *kept, *new]), *free(behind, outputs=dxs)])
         if v not in inner and v not in operands
     ]
-    first = finish(tracer, "custom_forward", ahead, operands, [*ys, *kept])
+    first = finish(tracer, "custom_forward", ahead, operands, [*ys, *kept, *new])
     second = finish(tracer, "custom_backward", behind, [*operands, *outputs, *gs], dxs)
     with tracer:
         params = {"forward": Ref(first), "backward": Ref(second), "wrt": len(xs), "outs": len(ys)}
-        values = tracer.append(custom, tuple(operands), params, [v.type for v in outputs])
-    values = [values] if len(outputs) == 1 else list(values)
-    return out_tree.unflatten(iter([tracer.wrap(v) for v in values[: len(ys)]]))
+        passed = tuple(branch_key(tracer) if v is KEY else v for v in operands)
+        values = tracer.append(custom, passed, params, [v.type for v in outputs])
+        values = [values] if len(outputs) == 1 else list(values)
+        for cell, v in updates.items():
+            cell.write(values[at[v]] if v in ys else o.stop_gradient(values[at[v]]))
+    changed = {id(y): x for x, y, cell in zip(leaves, inside, cells, strict=True) if cell in updates}
+    own = zip(outs, values[: len(ys)], strict=True)
+    return out_tree.unflatten(iter([changed[id(y)] if id(y) in changed else tracer.wrap(v) for y, v in own]))
 
 
 def _distinct(xs: list[Var]) -> list[Var]:
@@ -121,31 +142,6 @@ def _expands_to(shape: Sequence[int], larger: Sequence[int]) -> bool:
 # -- torch.autograd.Function
 
 
-class Context:
-    """What a Function's forward and backward share."""
-
-    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
-        self.saved_tensors: Sequence[torch.Tensor | None] = ()
-        self.needs_input_grad = needs_input_grad
-        self.materialize_grads = True
-
-    def save_for_backward(self, *tensors: torch.Tensor | None) -> None:
-        self.saved_tensors = tensors
-
-    save_for_forward = save_for_backward
-
-    def mark_non_differentiable(self, *tensors: torch.Tensor) -> None:
-        """Integer results carry no gradient anyway; others keep the one backward gives."""
-
-    def set_materialize_grads(self, value: bool) -> None:
-        self.materialize_grads = value
-
-    def mark_dirty(self, *tensors: torch.Tensor) -> None:
-        raise refuse(
-            "a torch.autograd.Function that updates its inputs in place (mark_dirty)", "return the new value instead"
-        )
-
-
 def _needs_gradient(tracer: Tracer, x: Any) -> bool:
     """ctx.needs_input_grad of an argument: what may be what the caller differentiates by asks for one, too."""
     if not isinstance(x, torch.Tensor) or not (x.is_floating_point() or x.is_complex()):
@@ -169,21 +165,36 @@ def trace_function(tracer: Tracer, cls: type[torch.autograd.Function], args: tup
     ctx = Context(tuple(_needs_gradient(tracer, a) for a in args))
     tensors = [i for i, a in enumerate(args) if isinstance(a, Traced | torch.Tensor)]
 
+    kept: list[torch.Tensor] = []  # in attributes of the context
+    kept_tree = flatten({}, kept)
+    plain: list[int] = []
+
     def forward(given: tuple[Any, ...]) -> tuple[Any, list[torch.Tensor]]:
+        nonlocal kept_tree
         if cls.setup_context is not torch.autograd.Function.setup_context:
             result = rewritten(cls.forward)(*given)
             cls.setup_context(ctx, given, result)  # type: ignore[arg-type]
         else:
             result = rewritten(cls.forward)(ctx, *given)
-        return result, [t for t in ctx.saved_tensors if t is not None]
+        outs: list[torch.Tensor] = []
+        flatten(result, outs)
+        plain.extend(i for i, y in enumerate(outs) if any(y is x for x in ctx.plain))
+        kept_tree = flatten(ctx.attributes(), kept)
+        return result, [*(t for t in ctx.saved_tensors if t is not None), *kept]
 
     def backward(given: tuple[Any, ...], result: Any, saved: list[torch.Tensor], cotangents: list[Any]) -> Any:
         rest = iter(saved)
         ctx.saved_tensors = tuple(None if t is None else next(rest) for t in ctx.saved_tensors)  # type: ignore[misc]
+        vars(ctx).update(kept_tree.unflatten(rest))
+        if not ctx.materialize_grads:
+            cotangents = [None if i in plain else g for i, g in enumerate(cotangents)]
         gradients = rewritten(_backward_of(cls))(ctx, *cotangents)
         listed = gradients if isinstance(gradients, tuple) else (gradients,)
         return [listed[i] for i in tensors]
 
     if not any(is_float(args[i].dtype) for i in tensors):  # nothing a gradient could be of
         return forward(args)[0]
-    return trace_custom(tracer, forward, backward, args)
+    result = trace_custom(tracer, forward, backward, args)
+    results: list[torch.Tensor] = []
+    tree = flatten(result, results)
+    return tree.unflatten(iter([y.detach() if i in plain else y for i, y in enumerate(results)])) if plain else result

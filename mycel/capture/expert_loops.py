@@ -13,7 +13,8 @@ arm that adds to y.  An arm is a layer's share if
                      for ids that are all e, and for random ones
     its expert       is a product, something on elements, a product; in all arms alike
     ids              are from a topk, argmax or max over as many scores as there are arms: no token has an expert twice
-    its branch       is taken wherever its mask holds for a row (`if len(token)`), where it stands in one
+    its branch       is taken where its mask holds for a row, and else not (`if len(token)`), where it stands in one:
+                     all arms do, or none; experts that are passed over are said to be (`ops/expert_uses.py`)
 
 All else stays as it was traced.  Loops that write where a mask holds are in `expert_masks.py`.
 """
@@ -21,6 +22,7 @@ All else stays as it was traced.  Loops that write where a mask holds are in `ex
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +32,7 @@ import torch
 
 from mycel.capture.expert_masks import CHOICES, MaskedLoops
 from mycel.capture.expert_mlps import Mlp, weighed_mlp
-from mycel.ir import Atom, Block, Builder, Eqn, Program, Var, call, cond, prune, substitute
+from mycel.ir import Atom, Block, Builder, Eqn, Op, Program, Var, call, cond, prune, substitute
 from mycel.ops import o
 
 SMALL = 40  # equations: an expert has no more
@@ -59,6 +61,11 @@ class Arm:
     adds: bool  # to what is there; else it stands in its place
     source: str  # where its rows are picked
     branch: OpenBranch | None  # that it stands in
+
+    @property
+    def expert(self) -> tuple[Any, ...]:
+        """What arms of one layer have in common."""
+        return *self.mlp.kind, self.weight, self.adds, self.branch is None
 
 
 @dataclass(frozen=True)
@@ -92,21 +99,23 @@ class Routed:
         return o.permute(by_choice, dims=(1, 0, 2))
 
 
-def merged_loops(program: Program) -> tuple[Program, set[str]]:
-    """The program with its loops over experts as operators, and the lines of these."""
+def merged_loops(program: Program, differentiated: bool, recorded: bool) -> tuple[Program, set[str]]:
+    """The program with its loops over experts as operators, and the lines of these; which experts a loop passes over is
+    said in one way where we differentiate, in another where torch records."""
+    skips = o.choices if differentiated else o.recorded_if_chosen if recorded else None
     lines: set[str] = set()
     blocks = {}
     for name, block in program.blocks.items():
         adds = any(eqn.op in (o.index_add, o.index_put, o.where, cond) for eqn in block.eqns)
-        blocks[name] = Loops.merged_in(block, program.blocks, lines) if adds else block
+        blocks[name] = Loops.merged_in(block, program.blocks, lines, skips) if adds else block
     return (prune(replace(program, blocks=blocks)), lines) if lines else (program, lines)
 
 
 class Loops:
     """A block whose equations are numbered by value: what is computed twice is one variable."""
 
-    def __init__(self, block: Block, blocks: Mapping[str, Block], open_branches: bool) -> None:
-        self.block, self.b, self.open_branches = block, Builder(), open_branches
+    def __init__(self, block: Block, blocks: Mapping[str, Block], open_branches: bool, skips: Op | None = None) -> None:
+        self.block, self.b, self.open_branches, self.skips = block, Builder(), open_branches, skips
         self.branches: dict[Var, OpenBranch] = {}  # by their results
         self.b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
         self.eqns: list[Eqn] = []
@@ -120,11 +129,11 @@ class Loops:
                 self._add(one)
 
     @classmethod
-    def merged_in(cls, block: Block, blocks: Mapping[str, Block], lines: set[str]) -> Block:
+    def merged_in(cls, block: Block, blocks: Mapping[str, Block], lines: set[str], skips: Op | None) -> Block:
         """The block with its loops as operators; `if mask.any():` around what an expert adds is a branch that says
         nothing, where all such branches become parts of operators."""
         if any(eqn.op is cond for eqn in block.eqns):
-            loops, merged_lines = cls(block, blocks, True), set[str]()
+            loops, merged_lines = cls(block, blocks, True, skips), set[str]()
             merged = loops.merged(merged_lines)
             alive = {loops._final(v) for eqn in merged.eqns for v in eqn.vars} | set(merged.outputs)
             if merged_lines and not alive & set(loops.branches):
@@ -373,7 +382,7 @@ class Loops:
         reads = 2 if is_put and last.adds else 1  # y[token] += … reads y as well
         if len(chain) < 2 or any(uses[arm.out] != reads for arm in chain[:-1]):
             return False
-        if any((arm.mlp.kind, arm.weight, arm.adds) != (first.mlp.kind, first.weight, first.adds) for arm in chain):
+        if any(arm.expert != first.expert for arm in chain):
             return False
         tokens = last.out.shape[0]
         routed = self.routed(first, tokens, len(chain))
@@ -426,11 +435,11 @@ class Loops:
         return which
 
     def is_taken(self, branch: OpenBranch | None, rows: torch.Tensor, values: dict[Var, Any]) -> bool:
-        """Is a branch taken at least where there are rows, for these choices?"""
+        """Is a branch taken where there are rows, and there alone, for these choices?"""
         if branch is None:
             return True
         test = self.evaluated(branch.test, values)
-        return test is not None and (bool(test) == branch.holds or not rows.any())
+        return test is not None and (bool(test) == branch.holds) == bool(rows.any())
 
     def random_choices(self, ids: Var, experts: int) -> list[dict[Var, Any]]:
         """Values of ids, the same for all arms, which share what is computed of them."""
@@ -473,13 +482,13 @@ class Loops:
             if not all_count:
                 ids = o.where(routed.in_order(_any([arm.keep for arm in chain])), ids, len(chain))
                 more = {"elsewhere": 1}
-            mlps = [arm.mlp for arm in chain]
+            mlps, skips = [arm.mlp for arm in chain], first.branch is not None
             if x is not None:
-                y = self.layer(mlps, x, ids, weights, **more)
+                y = self.layer(mlps, x, ids, weights, skips, **more)
             else:
                 n = routed.ids.type.numel
                 rows = routed.rows_in_order(first.mlp.x)
-                each = self.layer(mlps, rows, shaped(ids, (n, 1)), shaped(weights, (n, 1)), **more)
+                each = self.layer(mlps, rows, shaped(ids, (n, 1)), shaped(weights, (n, 1)), skips, **more)
                 y = o.sum(o.reshape(each, shape=(*routed.shape, each.shape[1])), dims=(1,))
             start = self.of(first.before, o.full)
             is_new = not first.adds or (start is not None and start.inputs[0] == 0)
@@ -502,32 +511,51 @@ class Loops:
         self.eqns += b.eqns
         self.producers.update((v, (eqn, i)) for eqn in b.eqns for i, v in enumerate(eqn.outputs))
 
-    def layer(self, mlps: Sequence[Mlp], x: Var, ids: Any, weights: Any, **more: int) -> Any:
-        """A layer of these experts, whose weights are put together."""
+    def layer(self, mlps: Sequence[Mlp], x: Var, ids: Any, weights: Any, skips: bool, **more: int) -> Any:
+        """A layer of these experts, whose weights are put together; `skips`: those without tokens are passed over."""
         one, last = mlps[0], 1 if mlps[0].transposed else 0  # the dim of what a product gives
+        op = o.stack
+        if skips and self.skips is not None:
+            ids, mlps = self.said_to_skip(mlps, ids, self.skips)
+            op = o.expert_stack if self.skips is o.choices else o.stack
+        stacked = functools.partial(self.stacked, op=op)
         both = lambda parts, dim: parts[0] if len(parts) == 1 else o.cat(*parts, dim=dim)
-        bias = lambda pairs: None if pairs[0][0] is None else self.stacked([both(p, 0) for p in pairs])
-        up = self.stacked([both([w for w, _ in mlp.ups], last) for mlp in mlps])
+        bias = lambda pairs: None if pairs[0][0] is None else stacked([both(p, 0) for p in pairs])
+        up = stacked([both([w for w, _ in mlp.ups], last) for mlp in mlps])
         up_bias = bias([[c for _, c in mlp.ups] for mlp in mlps])
-        down, down_bias = self.stacked([mlp.down[0] for mlp in mlps]), bias([[mlp.down[1]] for mlp in mlps])
+        down, down_bias = stacked([mlp.down[0] for mlp in mlps]), bias([[mlp.down[1]] for mlp in mlps])
         how: dict[str, Any] = {"gate": one.gate, "form": one.form, **({"transposed": True} if one.transposed else {})}
         rows = shaped(x, (ids.shape[0], x.shape[-1]))
         return o.experts(rows, ids, weights, up, down, up_bias, down_bias, **how, **more)
 
-    def stacked(self, parts: Sequence[Any]) -> Any:
+    def said_to_skip(self, mlps: Sequence[Mlp], ids: Any, op: Op) -> tuple[Any, Sequence[Mlp]]:
+        """Choices and experts, of which those that are not chosen are not read; rows of a tensor are, with others."""
+        own = [(e, w) for e, mlp in enumerate(mlps) for w in mlp.weights if self.of(w, o.select) is None]
+        if not own:
+            return ids, mlps
+        new = op(ids, *(w for _, w in own), experts=tuple(e for e, _ in own))
+        if op is o.choices:
+            return new, mlps
+        recorded: list[dict[Var, Var]] = [{} for _ in mlps]
+        for (e, w), x in zip(own, new if isinstance(new, tuple) else (new,), strict=True):
+            recorded[e][w] = x
+        return ids, [mlp.with_weights(values) for mlp, values in zip(mlps, recorded, strict=True)]
+
+    def stacked(self, parts: Sequence[Any], op: Op) -> Any:
         """One tensor of all experts: that of which they are the rows, where there is one."""
         eqns = [self.of(part, o.select) for part in parts]
         places = [(e.inputs[0], e.params["dim"], e.params["index"]) for e in eqns if e is not None]
         whole: Any = places[0][0] if places else None
         if places and whole.shape[0] == len(parts) and places == [(whole, 0, i) for i in range(len(parts))]:
             return whole
-        return o.stack(*parts, dim=0)
+        return op(*parts, dim=0)
 
 
 def extreme_choices(shape: tuple[int, ...], e: int, experts: int) -> Iterator[torch.Tensor]:
-    """Choices that are all of expert e, one of them alone, and half of them: what asks how many there are differs
+    """Choices that are all of expert e, none of them, one alone, and half of them: what asks how many there are differs
     here."""
     yield torch.full(shape, e)
+    yield torch.full(shape, (e - 1) % experts)
     alone = torch.full(shape, (e - 1) % experts)
     alone.view(-1)[0] = e
     yield alone

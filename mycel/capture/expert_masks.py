@@ -52,7 +52,7 @@ class MaskedArm:
     @property
     def expert(self) -> tuple[Any, ...]:
         """What arms of one layer have in common."""
-        return *self.mlp.kind, self.adds
+        return *self.mlp.kind, self.adds, self.branch is None
 
 
 @dataclass(frozen=True)
@@ -232,7 +232,7 @@ class MaskedLoops:
                 ids = table
             by_choice = [w() for w in weights if w is not None]
             weight = by_choice[0] if len(by_choice) == 1 else o.cat(*by_choice, dim=1)
-            y = loops.layer(mlps, first.mlp.x, ids, weight)
+            y = loops.layer(mlps, first.mlp.x, ids, weight, first.branch is not None)
             y = y if tuple(y.shape) == tuple(last.out.shape) else o.reshape(y, shape=tuple(last.out.shape))
             start = loops.of(first.before, o.full)
             is_new = not first.adds or (start is not None and start.inputs[0] == 0)

@@ -10,7 +10,8 @@ each row: the weight of the row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from mycel.capture.experts import is_on_elements, parts_of
@@ -48,6 +49,15 @@ class Mlp:
         """What experts of a layer have in common."""
         types = [None if w is None else w.type for pair in (*self.ups, self.down) for w in pair]
         return self.x, self.gate, self.form, self.transposed, types
+
+    @property
+    def weights(self) -> list[Var]:
+        return [w for pair in (*self.ups, self.down) for w in pair if w is not None]
+
+    def with_weights(self, new: Mapping[Any, Var]) -> Mlp:
+        """The same with others in the place of some weights."""
+        pairs: list[Any] = [tuple(new.get(w, w) for w in pair) for pair in (*self.ups, self.down)]
+        return replace(self, ups=tuple(pairs[:-1]), down=pairs[-1])
 
 
 class Hidden:

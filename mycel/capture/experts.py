@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from mycel.capture.bounds import bounds
+from mycel.capture.branches import branch
 from mycel.capture.fence import refuse
 from mycel.capture.trace import TRACING, Tracer
 from mycel.ir import Eqn, Var
@@ -127,17 +128,22 @@ def _written_out(plain: Forward) -> Forward:
 
 
 def _one_by_one(plain: Forward) -> Forward:
-    """Switch Transformers go through the experts that were hit, whose names are data; here through all: those that were
-    not get no rows.  That is a loop that becomes one operator (`expert_loops.py`), with its capacity."""
+    """Switch Transformers go through the experts that were hit, whose names are data; here through all, and over those
+    that were not.  That is a loop that becomes one operator (`expert_loops.py`), with its capacity."""
 
     def forward(self: Any, hidden_states: torch.Tensor, selected: torch.Tensor, weights: torch.Tensor) -> Any:
         if not TRACING:  # in an island
             return plain(self, hidden_states, selected, weights)
         y, mask = torch.zeros_like(hidden_states), selected.permute(2, 1, 0)
+
         for i in range(self.num_experts):
-            place, token = torch.where(mask[i])
-            rows = self[f"expert_{i}"](hidden_states[token]) * weights[token, place, None]
-            y.index_add_(0, token, rows.to(y.dtype))
+
+            def add(i: int = i) -> None:
+                place, token = torch.where(mask[i])
+                rows = self[f"expert_{i}"](hidden_states[token]) * weights[token, place, None]
+                y.index_add_(0, token, rows.to(y.dtype))
+
+            branch(TRACING[-1], mask[i].sum() > 0, add, lambda: None, ())
         return y
 
     return forward

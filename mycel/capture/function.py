@@ -277,6 +277,7 @@ def _capture(
         _refuse_text(tracer, [tree for _, tree in effects])
     except BaseException as e:
         places.replaced_modules()
+        kept_lists.put_back()
         untouched.put_back()
         undo(places)
         if tracer.counted_rows and not getattr(e, "chosen_at", ""):  # it may be their number that does not fit
@@ -301,7 +302,7 @@ def _capture(
         roles[blocks["main"].inputs[-1].name] = Role("key")
     program = check(prune(Program(blocks, "main", tuple(names[v] for v in updates), tracer.consts, roles)))
     if tracer.picks_rows:
-        program, merged = merged_loops(program)
+        program, merged = merged_loops(program, differentiated, tracer.grad_mode)
         program = check(program)
         for line in sorted(tracer.expert_loops - merged):
             warn_of_experts(line)

@@ -24,6 +24,7 @@ from mycel.capture.record import ModuleCall, Traced
 from mycel.capture.syntax import rewritten
 from mycel.capture.trace import TRACING, Tracer
 from mycel.ir import Var, is_float
+from mycel.ops import o
 from mycel.ops.stack import zeros
 
 Hook = Callable[..., Any]
@@ -41,7 +42,8 @@ def hook_value(tracer: Tracer, x: torch.Tensor, hook: Hook) -> Handle:
     cell = tracer.cell(x)
     if type(x) is not Traced or cell.place is not None:
         raise refuse("a hook was registered on an argument or a parameter in captured code", "registering it outside")
-    if any(cell.read() in eqn.vars for eqn in tracer.eqns):
+    uses = [i for i, eqn in enumerate(tracer.eqns) if cell.read() in eqn.vars and eqn.op is not o.stop_gradient]
+    if any(i not in tracer.frozen for i in uses):
         raise refuse(
             "a hook was registered on a tensor that is in use already", "registering it right after the tensor is made"
         )

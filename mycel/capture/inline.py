@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import torch
 
 from mycel.capture.trace import Tracer
 from mycel.capture.tree import flatten_arguments
-from mycel.ir import Atom, Params, Program, Ref, Var, lookup, order
+from mycel.ir import Atom, Eqn, Params, Program, Ref, Var, lookup, order
 from mycel.ops import o
 
 if TYPE_CHECKING:
@@ -43,8 +43,9 @@ def input_values(tracer: Tracer, captured: Captured, inputs: Mapping[str, torch.
     return [values[v.name] for v in captured.program.inputs]
 
 
-def splice_program(tracer: Tracer, program: Program, inputs: Sequence[Atom]) -> list[Any]:
-    """A program's equations on these values; its other blocks join the tracer's."""
+def splice_program(tracer: Tracer, program: Program, inputs: Sequence[Atom], there: Iterable[Eqn] = ()) -> list[Any]:
+    """A program's equations on these values, but for those that are there; its other blocks join the tracer's."""
+    known = {_meaning(e, e.inputs): e.outputs for e in there if not any(True for _ in e.refs)}
     names: dict[str, str] = {}
     for name in order(program):
         if name != program.entry:
@@ -57,11 +58,19 @@ def splice_program(tracer: Tracer, program: Program, inputs: Sequence[Atom]) -> 
     for eqn in program.main.eqns:
         eqn = _refer(eqn, names)
         tracer.source = eqn.source or tracer.source
-        outs = tracer.append(
-            eqn.op, tuple(lookup(x, values) for x in eqn.inputs), dict(eqn.params), [v.type for v in eqn.outputs]
-        )
+        operands = tuple(lookup(x, values) for x in eqn.inputs)
+        if known and (same := known.get(_meaning(eqn, operands))) is not None:
+            values.update(zip(eqn.outputs, same, strict=True))
+            continue
+        outs = tracer.append(eqn.op, operands, dict(eqn.params), [v.type for v in eqn.outputs])
         values.update(zip(eqn.outputs, outs if len(eqn.outputs) != 1 else (outs,), strict=True))
     return [lookup(x, values) for x in program.main.outputs]
+
+
+def _meaning(eqn: Eqn, operands: Sequence[Atom]) -> Any:
+    """What an equation computes of these."""
+    atoms = tuple(x if isinstance(x, Var) else repr(x) for x in operands)
+    return eqn.op, atoms, eqn.params, tuple(v.type for v in eqn.outputs)
 
 
 def results(tracer: Tracer, captured: Captured, inputs: Mapping[str, torch.Tensor], outs: Sequence[Any]) -> Any:

@@ -16,7 +16,7 @@ import torch
 from mycel.capture.fence import refuse
 from mycel.capture.rebound import copied
 from mycel.capture.record import Traced
-from mycel.capture.state import Container, Location, Reachable, is_there, owner
+from mycel.capture.state import Container, Location, Reachable, is_there, owner, tuple_item
 from mycel.capture.trace import Tracer
 from mycel.capture.tree import Tree, flatten
 from mycel.errors import CaptureError
@@ -99,7 +99,11 @@ class KeptLists:
         for box in places.boxes:
             if id(box.slots) in followed and box.inside is not None:
                 added, locations = self.lists.setdefault(id(box.slots), (AddedTo(box.name), []))
-                locations.append(box.inside.place)
+                place = box.inside.place
+                held = tuple_item(place) if isinstance(place.container, tuple) else place
+                if held is None:
+                    _looked_at(added)
+                locations.append(held)
         self.held = {i: locations[0].read() for i, (_, locations) in self.lists.items()}
         for added, locations in self.lists.values():
             for place in locations:

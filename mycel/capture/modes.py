@@ -290,6 +290,12 @@ def _register_hook(mode: FunctionMode, func: Any, x: torch.Tensor, hook: Callabl
     return hook_value(mode.tracer, x, hook)
 
 
+def _retain_grad(mode: FunctionMode, func: Any, x: torch.Tensor) -> None:
+    """x.retain_grad(): backward() leaves its gradient there, too."""
+    if type(x) is Traced:
+        mode.tracer.retained.append(x)
+
+
 def _set_requires_grad(mode: FunctionMode, x: torch.Tensor, value: bool) -> None:
     _requires_grad(mode, torch.Tensor.requires_grad_, x, value)
 
@@ -335,7 +341,8 @@ _SETTERS: dict[Any, Callable[..., None]] = {
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "tensor": _make_constant, "as_tensor": _make_constant, "from_numpy": _make_constant, "new_tensor": _new_tensor,
     "backward": _gradient, "grad": _gradient, "__getitem__": _get_item, "__setitem__": _set_item,
-    "register_hook": _register_hook, "requires_grad_": _requires_grad, "ctc_loss": _ctc_loss, "roll": _roll,
+    "register_hook": _register_hook, "requires_grad_": _requires_grad, "retain_grad": _retain_grad,
+    "ctc_loss": _ctc_loss, "roll": _roll,
     "_pack_padded_sequence": _packed, "_pad_packed_sequence": _packed, "sparse_coo_tensor": _sparse_matrix,
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
 }  # fmt: skip

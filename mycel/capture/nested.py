@@ -67,7 +67,8 @@ def opened(tracer: Tracer, section: OpenBlock) -> Iterator[None]:
         _OUTER.pop()
         tracer.eqns, tracer.lines, tracer.frozen, tracer.regions = outer.eqns, outer.lines, outer.frozen, outer.regions
         tracer.closed |= section.defined
-        tracer.leaves[:] = [x for x in tracer.leaves if x.cell.var not in tracer.closed]
+        for leaves in (tracer.leaves, tracer.retained):
+            leaves[:] = [x for x in leaves if x.cell.var not in tracer.closed]
 
 
 @contextlib.contextmanager

@@ -289,7 +289,7 @@ class Reachable:
         key = "__defaults__"
         at = Location(f"{fn.__name__}.{key}", "variable", Attributes(fn, [key]), key, inside)
         defaults = self._rewindable(at, fn.__defaults__ or ())
-        within = Guarded(at, defaults) if any(map(is_unfollowed, defaults)) else inside
+        within = Guarded(at, defaults) if any(isinstance(x, list) or is_unfollowed(x) for x in defaults) else inside
         self._entries("default", defaults, range(len(defaults)), "variable", within)
         self._entries("default", fn.__kwdefaults__ or {}, fn.__kwdefaults__ or {}, "variable", inside)
         if not is_library(fn.__code__.co_filename):  # code that is reloaded comes into the same function
@@ -398,6 +398,9 @@ class Reachable:
             self._box(path, "attribute", vars(module), inside)
             keys = [k for k in vars(module) if k not in _MODULE_FIELDS]
             self._entries(path, vars(module), keys, "attribute", inside)
+            for hook in _hooks_of(module):
+                if _leads_on(hook):
+                    self._visit(path, hook, inside)
 
 
 def _holds_iterator(items: Any) -> bool:
@@ -515,6 +518,17 @@ def put_back(slots: Any, old: dict[Any, Any]) -> None:
         for key, value in old.items():
             if key not in now or now[key] is not value:
                 slots[key] = value
+
+
+def _hooks_of(module: torch.nn.Module) -> Iterator[Any]:
+    """What calls of a module, and gradients of its own parameters, run besides."""
+    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+    for hooks in (*(vars(module).get(kind) for kind in kinds), *(p._backward_hooks for p in _own(module))):
+        yield from (hooks or {}).values()
+
+
+def _own(module: torch.nn.Module) -> list[torch.nn.Parameter]:
+    return [p for p in module._parameters.values() if p is not None]
 
 
 _MODULE_FIELDS = frozenset(vars(torch.nn.Module()))

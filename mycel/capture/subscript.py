@@ -43,8 +43,12 @@ def _width(k: Any) -> int:
 
 
 def _is_number(k: Any) -> bool:
+    """A 0-dim integer; of one inside a transform of torch.func each row has its own."""
     return (
-        isinstance(k, torch.Tensor) and k.ndim == 0 and k.dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
+        isinstance(k, torch.Tensor)
+        and k.ndim == 0
+        and k.dtype in (torch.int8, torch.int16, torch.int32, torch.int64)
+        and not torch._C._functorch.is_functorch_wrapped_tensor(k)
     )
 
 

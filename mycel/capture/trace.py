@@ -88,6 +88,7 @@ class Tracer(Record):
         self.made_up = False  # were some of these made up?
         self.remembered: dict[Any, Any] = {}  # what functions under functools.cache gave
         self.leaves: list[Traced] = []  # tensors that ask for a gradient of their own (`autograd.py`)
+        self.retained: list[Traced] = []  # others in which backward() is to leave one
         self.duals: dict[Var, Var | None] = {}  # values that code gave a tangent, or took it from (`autograd.py`)
         self.says_now = False  # is a function under functools.cache called, which is heard once?
         self.environment: dict[str, str | None] = {}  # variables of the process that the user's code read

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mycel.capture.function_context import Context
 from mycel.capture.plain import CountedOperators, states_kept, suspended, unheard
 from mycel.capture.record import Traced
 from mycel.capture.sampling import counts, extremes, others, sample
@@ -83,6 +84,10 @@ class Trial:
             )
         if any(type(value) is Untouched for value in self.arguments.statics()):
             raise NoIslandError(f"{call_name(fn, '')} is given what Python alone knows the state of")
+        if any(isinstance(value, types.CoroutineType) for value in self.arguments.statics()):
+            raise NoIslandError(f"{call_name(fn, '')} is given a coroutine, which runs once")
+        if any(type(value) is Context for value in self.arguments.statics()):
+            raise NoIslandError(f"{call_name(fn, '')} shares what it keeps with the gradient of its function")
         if any(type(value) is TracedText for value in self.arguments.statics()):
             raise NoIslandError(f"{call_name(fn, '')} is given text of a tensor")
         self.boxes: list[Container] = reached.boxes

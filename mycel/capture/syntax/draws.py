@@ -2,11 +2,13 @@
 
 A captured program runs the user's Python once: what `random.random()` gave then would be frozen for ever.  In code that
 is rewritten a plain draw of one number is a 0-dim tensor that behaves like a number; `if random.random() < 0.5:` then
-is a branch taken anew at every call.  Any other draw moves the generators' state, which capture notices and refuses.
+is a branch taken anew at every call.  Any other draw moves the generators' state, which capture notices and refuses; so
+it does with a generator that is made without a seed.
 """
 
 from __future__ import annotations
 
+import inspect
 import random
 import time
 import warnings
@@ -17,6 +19,7 @@ import numpy as np
 import torch
 
 from mycel.capture.fence import refuse
+from mycel.capture.syntax.list_places import subscripted
 from mycel.capture.trace import TRACING
 
 Draw = Callable[..., torch.Tensor]
@@ -26,8 +29,8 @@ def _uniform(low: float = 0.0, high: float = 1.0) -> torch.Tensor:
     return torch.rand((), dtype=torch.float64) * (high - low) + low
 
 
-def _normal(mean: float = 0.0, deviation: float = 1.0) -> torch.Tensor:
-    return torch.randn((), dtype=torch.float64) * deviation + mean
+def _normal(loc: float = 0.0, scale: float = 1.0) -> torch.Tensor:
+    return torch.randn((), dtype=torch.float64) * scale + loc
 
 
 def _below(low: int, high: int | None = None) -> torch.Tensor:
@@ -35,32 +38,108 @@ def _below(low: int, high: int | None = None) -> torch.Tensor:
     return torch.randint(low, high, ())
 
 
-def _number(plain: Callable[..., Any], draw: Draw, most: int = 2) -> Callable[..., Any]:
-    """A function that draws one number, given at most so many, on the program's key while code is traced."""
+def _beta(a: float, b: float) -> torch.Tensor:
+    return torch._sample_dirichlet(torch.tensor([a, b], dtype=torch.float64))[0]
+
+
+def _gamma(shape: float, scale: float = 1.0) -> torch.Tensor:
+    return torch._standard_gamma(torch.full((), shape, dtype=torch.float64)) * scale
+
+
+def _exponential(scale: float = 1.0) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.float64).exponential_() * scale
+
+
+def _poisson(lam: float = 1.0) -> torch.Tensor:
+    return torch.poisson(torch.full((), lam, dtype=torch.float64)).long()
+
+
+def _binomial(n: int, p: float) -> torch.Tensor:
+    return torch.binomial(*torch.tensor([n, p], dtype=torch.float64)).long()
+
+
+def _number(plain: Callable[..., Any], draw: Draw) -> Callable[..., Any]:
+    """A function that draws one number on the program's key while code is traced: given numbers alone, by the names
+    that `draw` has for them."""
+    signature = inspect.signature(draw)
 
     def drawn(*args: Any, **kwargs: Any) -> Any:
-        if not TRACING or kwargs or len(args) > most or not all(type(a) in (int, float) for a in args):
+        given = {k: v for k, v in kwargs.items() if k != "size" or v is not None}
+        if not TRACING or not all(isinstance(a, (int, float)) for a in (*args, *given.values())):
             return plain(*args, **kwargs)
-        x = draw(*args)
-        x.weak = TRACING[-1].numbers = True  # type: ignore[attr-defined]
-        return x
+        try:
+            signature.bind(*args, **given)
+        except TypeError:  # of several numbers, or wrong
+            return plain(*args, **kwargs)
+        return _as_number(draw(*args, **given))
 
     return drawn
 
 
+def _as_number(x: torch.Tensor) -> torch.Tensor:
+    x.weak = TRACING[-1].numbers = True  # type: ignore[attr-defined]
+    return x
+
+
+def _choice(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """One of a list, or of the numbers below one, all alike."""
+
+    def choice(items: Any, *args: Any, **kwargs: Any) -> Any:
+        if TRACING and not args and not kwargs:
+            if type(items) is int and items > 0 and plain is not random.choice:
+                return _as_number(_below(items))
+            if type(items) in (list, tuple) and items:
+                return subscripted(items)[_as_number(_below(len(items)))]
+        return plain(items, *args, **kwargs)
+
+    return choice
+
+
+def _seeded(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """What makes a generator: without a seed, of another state at every call."""
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        if TRACING and all(x is None for x in (*args, *kwargs.values())):
+            raise refuse(
+                f"{plain.__name__} without a seed: every call would use the same numbers",
+                "torch.rand, a seed, or numbers that are drawn outside and passed as an argument",
+            )
+        return plain(*args, **kwargs)
+
+    return make
+
+
+# each function's draw, whose parameters have the names that the function gives them
+_NUMBERS: list[tuple[Callable[..., Any], Draw]] = [
+    (random.random, lambda: _uniform()),
+    (random.uniform, lambda a, b: _uniform(a, b)),
+    (random.gauss, lambda mu=0.0, sigma=1.0: _normal(mu, sigma)),
+    (random.normalvariate, lambda mu=0.0, sigma=1.0: _normal(mu, sigma)),
+    (random.randint, lambda a, b: _below(a, b + 1)),
+    (random.randrange, lambda start, stop=None: _below(start, stop)),
+    (random.betavariate, lambda alpha, beta: _beta(alpha, beta)),
+    (random.gammavariate, lambda alpha, beta: _gamma(alpha, beta)),
+    (random.expovariate, lambda lambd=1.0: _exponential(1.0 / lambd)),
+    (np.random.rand, lambda: _uniform()),
+    (np.random.random, lambda: _uniform()),
+    (np.random.random_sample, lambda: _uniform()),
+    (np.random.uniform, _uniform),
+    (np.random.randn, lambda: _normal()),
+    (np.random.standard_normal, lambda: _normal()),
+    (np.random.normal, _normal),
+    (np.random.randint, _below),
+    (np.random.beta, _beta),
+    (np.random.gamma, _gamma),
+    (np.random.standard_gamma, lambda shape: _gamma(shape)),
+    (np.random.exponential, _exponential),
+    (np.random.standard_exponential, lambda: _exponential()),
+    (np.random.poisson, _poisson),
+    (np.random.binomial, _binomial),
+]
 DRAWS: dict[Any, Callable[..., Any]] = {
-    random.random: _number(random.random, _uniform, 0),
-    random.uniform: _number(random.uniform, _uniform),
-    random.gauss: _number(random.gauss, _normal),
-    random.normalvariate: _number(random.normalvariate, _normal),
-    random.randint: _number(random.randint, lambda low, high: _below(low, high + 1)),
-    random.randrange: _number(random.randrange, _below),
-    np.random.rand: _number(np.random.rand, _uniform, 0),
-    np.random.random: _number(np.random.random, _uniform, 0),
-    np.random.uniform: _number(np.random.uniform, _uniform),
-    np.random.randn: _number(np.random.randn, _normal, 0),
-    np.random.normal: _number(np.random.normal, _normal),
-    np.random.randint: _number(np.random.randint, _below),
+    **{plain: _number(plain, draw) for plain, draw in _NUMBERS},
+    **{plain: _choice(plain) for plain in (random.choice, np.random.choice)},
+    **{make: _seeded(make) for make in (random.Random, np.random.default_rng, np.random.RandomState)},
 }
 
 
