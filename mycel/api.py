@@ -25,6 +25,7 @@ from mycel.capture import (
     is_static_cache,
     is_traced_here,
     make_room,
+    refuse_mixed_products,
     rewritten,
 )
 from mycel.capture import capture as capture_call
@@ -32,8 +33,9 @@ from mycel.changing_values import CompiledValues
 from mycel.errors import RunError, warn
 from mycel.growing_cache import StaticTwins, can_have_twin, takes_twin, with_twin
 from mycel.ir import Program, Var, check, type_of
+from mycel.ops import o
 from mycel.ops.product_speed import slow_products
-from mycel.run import interpret, load, not_finite, replayed_call, wide_calls
+from mycel.run import interpret, is_small, load, not_finite, replayed_call, wide_calls
 
 MODES = ("graph", "eager")
 differentiate_with(transform.value_and_grad, transform.jvp)
@@ -212,7 +214,8 @@ def compile_captured(
     captured: Captured, mode: str, check_finite: bool = False, around: Callable[[Any], Any] = lambda run: run
 ) -> CompiledCall:
     """A captured call, simplified and made to run; `around` wraps the function that runs."""
-    program = check(transform.fuse(transform.simplify(captured.program), recorded=True))
+    program = refuse_mixed_products(transform.simplify(captured.program))
+    program = check(transform.fuse(program, recorded=True))
     run, source = _runner(program, captured.device, mode, check_finite)
     captured = replace(captured, program=program)
     return CompiledCall(captured, program, source, *bind(captured, around(run)))
@@ -226,7 +229,7 @@ def graph_run(program: Program, device: torch.device, plain: Callable[..., Any])
     if program.updates:
         lean = _donating(unrecorded, device)
     else:
-        lean = replayed_call(load(unrecorded, device, reuse=True)[0], unrecorded, device)
+        lean = _lean(unrecorded, device)
 
     def run(*inputs: Any) -> Any:
         return plain(*inputs) if torch.is_grad_enabled() else lean(*inputs)
@@ -250,7 +253,7 @@ def _donating(program: Program, device: torch.device) -> Callable[..., Any]:
     outputs = (*(results[i] for i in kept), *program.main.outputs[len(results) :])
     block = replace(program.main, outputs=outputs)
     program = replace(program, blocks={**program.blocks, program.entry: block})
-    code = replayed_call(load(program, device, reuse=True, donate=True)[0], program, device)
+    code = _lean(program, device, donate=True)
     if len(kept) == len(results):
         return lambda *inputs: (*code(*inputs), *(inputs[i] for i in at))
     replaced = {i: new[x] for i, x in enumerate(results) if isinstance(x, Var) and x in new}
@@ -261,6 +264,16 @@ def _donating(program: Program, device: torch.device) -> Callable[..., Any]:
         return (*whole, *(inputs[i] for i in at))
 
     return run
+
+
+def _lean(program: Program, device: torch.device, donate: bool = False) -> Callable[..., Any]:
+    """Code for when nothing is recorded; beside products of a few rows, as each token of a text needs them, what is
+    small is in C."""
+    native: list[str] = []
+    if any(eqn.op is o.linear_few_rows for eqn in program.main.eqns):
+        program, native = transform.small_blocks(program, is_small)
+    code, _ = load(check(program), device, reuse=True, donate=donate, native=native)
+    return replayed_call(code, program, device)
 
 
 def compile_program(program: Program, device: torch.device, mode: str) -> Callable[..., Any]:

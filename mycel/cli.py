@@ -26,7 +26,7 @@ import typer
 
 from mycel.errors import MycelError, PlanError, TrainError
 from mycel.launch import launch
-from mycel.train.config import Config, PlannedConfig, dump, load, names_model
+from mycel.train.config import Config, PlannedConfig, dump, load, named_fields, names_model
 from mycel.train.run_folders import no_run
 
 FAILED, MISUSED = 1, 2
@@ -258,6 +258,7 @@ Device = Annotated[str, typer.Option("--device", metavar="auto|cpu|cuda", help="
 def evaluate(
     where: Where,
     data: Annotated[list[str], typer.Option("--data", metavar="PATH", help="Text, JSONL or tokens; several are one.")],
+    settings: Annotated[list[str] | None, typer.Argument(metavar="data.fields.a=b", hidden=True)] = None,
     length: Annotated[int | None, typer.Option("--length", metavar="N", min=2, help="Tokens in a sequence.")] = None,
     last: Last = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -271,16 +272,21 @@ def evaluate(
       mycel evaluate runs/my-20260102-130405 --data held-out.txt
       mycel evaluate llama --data 'books/*.txt' --data more.jsonl
       mycel evaluate llama --data questions.jsonl     {"prompt": "2 + 2 =", "choices": [" 3", " 4"], "answer": 1}
+      mycel evaluate llama --data reviews.csv data.fields.text=review
     """
+    try:
+        fields = named_fields(settings or [])
+    except TrainError as e:
+        _fail(e, MISUSED)
     with _failing():
         from mycel.train import commands
 
         note = lambda text: typer.echo(text, err=True)
-        typer.echo(
-            commands.evaluate(
-                Path(where).expanduser(), data, note, last=last, length=length, device=device, as_json=as_json
-            )
+        model = Path(where).expanduser()
+        score = commands.evaluate(
+            model, data, note, last=last, length=length, device=device, as_json=as_json, fields=fields
         )
+        typer.echo(score)
 
 
 @app.command()

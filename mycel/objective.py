@@ -133,8 +133,11 @@ def _without_caches(out: Any) -> Any:
     """A model's output without what is no tensor and holds some, such as keys and values for the next token."""
     if not isinstance(out, dict):
         return out
-    kept = {k: v for k, v in out.items() if isinstance(v, (torch.Tensor, tuple, list, dict, str))}
-    return out if len(kept) == len(out) else type(out)(**kept)
+    plain = (torch.Tensor, tuple, list, dict, str, int, float, complex, type(None))
+    kept = {k: v for k, v in out.items() if isinstance(v, plain)}
+    if len(kept) == len(out):
+        return out
+    return kept if type(out) is dict else type(out)(**kept)
 
 
 def _loss_of(out: Any) -> torch.Tensor:

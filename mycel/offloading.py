@@ -538,4 +538,6 @@ def _too_little(times: Times, spaces: Spaces) -> str:
             f"{shown(host)} too much"
         )
     lines.append("  tried     computing again what can be, and moving to the host what the plan lets")
-    return "\n".join([*lines, f"  try       {plan.less(times)}"])
+    more = [plan.less(times)] if device or not host else []
+    more += [f"a larger host: in offload, {shown(times.peak[HOST])} or more, or fewer kinds there"] if host else []
+    return "\n".join([*lines, f"  try       {'; '.join(more)}"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,9 +64,15 @@ def refuse_unusable(optimizer: Any) -> None:
             f"train_step was given {kind} as optimizer, which is a scheduler\n"
             "  try       train_step(model, optimizer), and scheduler.step() after each step, as always"
         )
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if isinstance(optimizer, type):
+        name = optimizer.__name__
         raise TrainError(
-            f"train_step was given {kind} as optimizer\n"
+            f"train_step was given the class {name} as optimizer\n  try       {name}(model.parameters(), lr=…)"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        given = "None" if optimizer is None else "parameters" if isinstance(optimizer, Iterator) else kind
+        raise TrainError(
+            f"train_step was given {given} as optimizer\n"
             f"  known     {', '.join(known_names())}\n"
             "  try       one of these, made with model.parameters(); any other torch.optim.Optimizer runs as it is,\n"
             "            and so does an object with a step() that holds one in an attribute"
@@ -246,7 +252,7 @@ def _slot(
 def left_to_torch(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
     """Why torch has to take the step: a hook after its backward or around its step (those on gradients are captured),
     parameters for which there are no rules; empty: nothing."""
-    if any(each._optimizer_step_pre_hooks or each._optimizer_step_post_hooks for each in each_of(optimizer)):
+    if _is_hooked(optimizer):
         return "it has a hook on its step"
     names = [n for n, p in model.named_parameters() if p._post_accumulate_grad_hooks]
     if names:
@@ -258,23 +264,23 @@ def bind_groups(
     optimizer: torch.optim.Optimizer,
     names: dict[int, str],
     by_rule: bool = True,
-    counters: Mapping[str, str] | None = None,
+    counters: Mapping[str, tuple[str, int | None]] | None = None,
 ) -> list[Bound]:
     """The groups of an optimiser over those of its parameters (by id) that are inputs of a program, and their names.
     Dtypes, and parameters of different kinds or with `counters` of their uses, are kept apart.  Not `by_rule`: groups
     without an update."""
-    counter_of = {id_: (counters or {}).get(name, "") for id_, name in names.items()}
+    counter_of = {id_: (counters or {}).get(name, ("", None)) for id_, name in names.items()}
     groups = []
     if not by_rule:
         for index, values in enumerate(optimizer.param_groups):
-            used: dict[str, list[torch.nn.Parameter]] = {}
+            used: dict[tuple[str, int | None], list[torch.nn.Parameter]] = {}
             for p in values["params"]:
                 if id(p) in names:
                     used.setdefault(counter_of[id(p)], []).append(p)
             for counter, params in used.items():
-                name = ".".join([str(index), *([counter] if counter else [])])
+                name = ".".join([str(index), *_counter_name(*counter)])
                 own = tuple(names[id(p)] for p in params)
-                groups.append(Bound(ParameterGroup("", own, (), (), (), name, counter), tuple(params), index))
+                groups.append(Bound(ParameterGroup("", own, (), (), (), name, *counter), tuple(params), index))
         return groups
     for index, values in enumerate(optimizer.param_groups):
         mine_of = owner(optimizer, index)
@@ -287,7 +293,7 @@ def bind_groups(
         for i, ((dtype, kinds, counter), params) in enumerate(mine.items()):
             flags = {**dict(kinds), **fixed}
             slots = tuple(slot.name for slot in known.present(flags))
-            parts = [NAMES[dtype], *(k for k, v in kinds if v), *([counter] if counter else [])] if i else []
+            parts = [NAMES[dtype], *(k for k, v in kinds if v), *_counter_name(*counter)] if i else []
             name = ".".join([str(index), *parts])
             group = ParameterGroup(
                 known.op.name,
@@ -296,22 +302,36 @@ def bind_groups(
                 tuple(known.hyper),
                 tuple(flags.items()),
                 name,
-                counter,
+                *counter,
             )
             groups.append(Bound(group, tuple(params), index))
     return groups
 
 
+def _counter_name(counter: str, number: int | None) -> list[str]:
+    """What tells groups with counters of their uses apart."""
+    return [counter, *([str(number)] if number is not None else [])] if counter else []
+
+
 def signature(optimizer: torch.optim.Optimizer, by_rule: bool = True) -> tuple[Any, ...]:
-    """What of an optimiser a program depends on: its parameters, which of them train, and, where the program takes the
-    update, the options that change it."""
+    """What of an optimiser a program depends on: its parameters, which of them train, whether hooks leave the update to
+    torch, and, where the program takes it, the options that change it."""
     flags: list[tuple[Any, ...]] = [()] * len(optimizer.param_groups)
     if by_rule:
         for i, group in enumerate(optimizer.param_groups):
             known, kind = known_of(owner(optimizer, i)), class_of(owner(optimizer, i))
             flags[i] = tuple(known.params(known.options(kind, group)).values())
-    params = [tuple((id(p), p.requires_grad) for p in g["params"]) for g in optimizer.param_groups]
-    return tuple(zip(params, flags, strict=True))
+    params = [
+        tuple((id(p), p.requires_grad, bool(p._post_accumulate_grad_hooks)) for p in g["params"])
+        for g in optimizer.param_groups
+    ]
+    return (_is_hooked(optimizer), *zip(params, flags, strict=True))
+
+
+def _is_hooked(optimizer: torch.optim.Optimizer) -> bool:
+    """Is there a hook on its step?"""
+    kinds = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return any(getattr(each, kind, None) for each in each_of(optimizer) for kind in kinds)
 
 
 def trainable(optimizer: torch.optim.Optimizer) -> Sequence[torch.nn.Parameter]:

@@ -60,6 +60,7 @@ class Task:
     at_place: Callable[[int, Program], Given] | None = None
     known: plan.KnownLayouts | None = None  # of the blocks of programs with fewer layers, under the same plan
     bounds: bool = True  # is it asked how far layouts may be above the cheapest?
+    starts: tuple[str, ...] = ()  # where the stages of other batches begin: ranks hold what these stages use
 
 
 def planned(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
@@ -241,6 +242,8 @@ class LaidOut:
 
         if not isinstance(self.plan.stages, int):
             return cut_at(plan.starts_of(flow, self.plan.stages))
+        if self.task.starts and {*self.task.starts} <= {v.name for i in flow.units for v in flow.block.eqns[i].outputs}:
+            return self._cut_at(self.task.starts, summed, residuals)
         cutter = self._cutter(flow)
         room, outcomes = None, list[Outcome]()
         for _ in range(CUTS):  # what a stage needs is estimated before it is cut, and known once it is

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import zlib
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 torch.set_num_threads(1)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # behind `nohup … &`; what interrupts are for is tested
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 hypothesis.settings.register_profile("tests", deadline=None)  # machines are noisy: no test is about time
 hypothesis.settings.load_profile("tests")
 

@@ -132,7 +132,7 @@ def start_values(one: OneDevice, seed: int = 0, poison: bool = False) -> list[to
             values.append(torch.tensor(16.0))
         elif v.type.ndim and v.dtype == EIGHT_BITS:
             values.append((torch.rand(v.shape, generator=gen) * 0.1 * EIGHT_BITS_SCALE).to(v.dtype))
-        elif v.type.ndim:
+        elif v.type.ndim and v.dtype.is_floating_point:
             values.append(torch.rand(v.shape, generator=gen, dtype=v.dtype) * 0.1)
         elif v.dtype.is_floating_point:  # a hyper-parameter or a count of steps
             values.append(torch.tensor(3.0 if role.name == "step" else 0.01, dtype=v.dtype))

@@ -74,6 +74,21 @@ def held(step: mycel.Step) -> int:
     return sum(x.untyped_storage().nbytes() for x in tensors)
 
 
+def small_batches() -> None:
+    """Of fewer rows than the plan has microbatches, down to one; stages that are a number stay where they were cut."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Linear(6, 6) for _ in range(2 * WORLD)])
+    model = copy.deepcopy(plain)
+    steps = [
+        mycel.train_step(m, torch.optim.SGD(m.parameters(), lr=0.1), nn.functional.mse_loss, compile=False, plan=plan)
+        for m, plan in ((plain, None), (model, {"stages": WORLD, "microbatches": 4}))
+    ]
+    for rows in (8, 1, 3, 8):
+        x = torch.randn(rows, 6, generator=torch.Generator().manual_seed(rows))
+        wanted, loss = (step(x, x) for step in steps)
+        torch.testing.assert_close(loss, wanted, msg=lambda text, rows=rows: f"{rows} rows: {text}")
+
+
 def main(folder: Path) -> None:
     torch.manual_seed(0)
     first = Tied(2, 0.1).double()
@@ -112,6 +127,7 @@ def main(folder: Path) -> None:
         turned_exact(folder / "compressed")
         compressed(folder / "compressed places")
         late(folder / "late places")
+    small_batches()
     refused()
     placed = in_places(folder / "places")
     (folder / f"done-{RANK}").touch()

@@ -270,6 +270,11 @@ schedule.warmup is 1000 steps, but train.steps is 600
   at        run.yaml:1:12
             schedule: {warmup: 1000}
   try       schedule.warmup=0.1, a tenth of the steps""",
+    "train: {precision: float16}": """\
+train.precision is "float16", not fp32, bf16, fp16 or fp8
+  at        run.yaml:1:9
+            train: {precision: float16}
+  try       fp16""",
     "model: {dtype: float16}\ntrain: {precision: bf16}\n": """\
 model.dtype is float16, but train.precision is bf16
   at        run.yaml:1:9

@@ -482,7 +482,13 @@ REFUSED = {
         {"a.jsonl": [{"prompt": "x", "text": "y"}]},
         None,
         {},
-        r"no field 'response'; fields there are: 'prompt', 'text'\n  at .*\n  try       data\.fields\.response=",
+        r"no field 'response'; fields there are: 'prompt', 'text'\n  at .*\n  try       data\.fields\.response=text$",
+    ),
+    "a choice of two": (
+        {"a.jsonl": [{"prompt": "x", "chosen": "y", "rejected": "z"}]},
+        None,
+        {},
+        r"no field 'response'.*\n.*\n  try       train\.task=dpo or train\.task=reward, which learn from pairs$",
     ),
     "a pair by other names": (
         {"a.jsonl": [{"id": "7", "prompt": "x", "completion": "y"}]},

@@ -197,8 +197,8 @@ def thread(monkeypatch):
     make = host_space.HostSpace.__init__
     compute = host_space.HostSpace.compute
 
-    def with_thread(self, device):
-        make(self, device)
+    def with_thread(self, *where):
+        make(self, *where)
         self._thread = ThreadPoolExecutor(1)
 
     def later(self, update, operands):

@@ -74,6 +74,16 @@ def test_masks_of_ones_go_and_come(window, accumulate, dtype):
     assert len(step.entries) == 2
 
 
+@pytest.mark.parametrize("recorded", [False, True])
+def test_a_mask_in_fp32_is_added_in_fp64(recorded):
+    """Which torch's own attention takes for numbers in fp64 that lie there."""
+    torch.manual_seed(0)
+    q = torch.randn(1, 2, 6, 8, dtype=torch.float64, requires_grad=recorded)
+    mask = torch.randn(6, 6)
+    got = mycel.jit(torch.nn.functional.scaled_dot_product_attention)(q, q, q, mask)
+    torch.testing.assert_close(got, (q @ q.mT / 8**0.5 + mask).softmax(-1) @ q)
+
+
 def test_ones_that_no_mask_depends_on_are_data():
     class Weighted(torch.nn.Module):
         def __init__(self):

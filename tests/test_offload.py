@@ -15,9 +15,10 @@ from distributing import OneDevice, start_values
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import llama
-from stepping import adamw, both
+from stepping import adamw, both, cross_entropy
 from test_clock import brute_peak
 from test_step_memory import Live
+from test_step_precision import Layer
 from torch import nn
 
 from mycel import Mesh, Plan, Program, lower
@@ -339,6 +340,20 @@ def test_all_on_the_host_is_the_same_step(settings):
     assert Plan.read(yaml.safe_load(str(moving.plan))).decided.moved == moving.plan.decided.moved
 
 
+@pytest.mark.parametrize("kinds", [{"optimizer": "host"}, EVERYTHING, {**EVERYTHING, "update": "host"}], ids=str)
+def test_a_gradient_of_two_parameters_is_scaled_once(kinds):
+    """One value is the gradient of several biases, which are updated in different chunks."""
+
+    def steps(plan):
+        layers = lambda: nn.Sequential(*(Layer() for _ in range(4)))
+        pair = both(layers, adamw(), cross_entropy, plan=plan, precision="fp16")
+        gen = torch.Generator().manual_seed(0)
+        losses = [pair.step(torch.randn(6, 8, generator=gen), torch.randint(8, (6,), generator=gen)) for _ in range(3)]
+        return [*losses, *(p.detach() for p in pair.model.parameters())]
+
+    assert same(steps({"offload": kinds}), steps("auto"))
+
+
 def test_the_norm_of_norms_is_the_norm():
     for seed in range(20):
         xs = [torch.randn(n, generator=torch.Generator().manual_seed(seed + n)) * 10 ** (n - 4) for n in (1, 3, 7)]
@@ -437,6 +452,7 @@ def test_ranks_move_their_own_part(names, sizes, make):
         ({"gradient": "host"}, r"unknown key 'gradient'\n  near      gradients"),
         ({"optimizer": "disk"}, "optimizer is 'disk'"),
         ({"activations": "auto", "host": -1}, "host is -1"),
+        ({"activations": "auto", "host": "lots"}, "the plan: offload: host is 'lots'\n  try       bytes"),
     ],
 )
 def test_a_plan_that_means_nothing_is_refused(written, message):
@@ -447,7 +463,9 @@ def test_a_plan_that_means_nothing_is_refused(written, message):
 def test_too_little_memory_says_where_and_how_much():
     with pytest.raises(PlanError, match=r"(?s)at least .* on the device, the budget is 20.00 KiB: .* too much.*peak"):
         trained({"offload": "auto"}, memory="20KiB", make=Stack)
-    with pytest.raises(PlanError, match=r"needs .* on the host, which has 1.00 KiB: .* too much"):
+    with pytest.raises(
+        PlanError, match=r"(?s)needs (.*) on the host, which has 1.00 KiB: .* too much.*larger host: .* \1"
+    ):
         trained({"offload": {"optimizer": "host", "host": "1KiB"}}, make=Stack)
 
 
@@ -455,6 +473,39 @@ def test_a_host_without_memory_is_told_before_the_first_step(monkeypatch):
     monkeypatch.setattr(host_space, "available", lambda: 1024)
     with pytest.raises(RunError, match=r"a step needs .* on the host, which has 1.00 KiB free"):
         both(Stack, adamw(), plan={"offload": HOST_STATE}).step.prepare(**tokens())
+
+
+def test_ranks_of_one_host_do_not_take_its_memory_twice(monkeypatch):
+    """Each by itself has room; the one whose part is no longer there says so, before it takes any."""
+    monkeypatch.setattr(host_space, "available", lambda: 40 << 10)
+    promises = []
+
+    def promise(count):
+        promises.append(count)
+        return sum(promises), 40 << 10
+
+    first, second = (host_space.HostSpace(torch.device("cpu"), promise) for _ in range(2))
+    first.prepare(Program.parse(TEXT))
+    with pytest.raises(RunError, match=r"need 64.00 KiB .* together, which had 40.00 KiB .* this one needs 32.00 KiB"):
+        second.prepare(Program.parse(TEXT))
+    assert promises == [32 << 10] * 2 and not second.homes
+
+
+def test_a_host_that_pins_no_memory_is_told(monkeypatch):
+    """With what was asked for and what there is; of a device whose host refuses, as this test's does."""
+
+    class Refusing:
+        @staticmethod
+        def cudaHostRegister(address, size, flags):
+            return 2
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: Refusing)
+    space = host_space.HostSpace(torch.device("cpu"))
+    space.device = torch.device("cuda")
+    with pytest.raises(
+        RunError, match=r"refused to pin 32.00 KiB .* are free .*\(CUDA error 2\)\n  try       offload: none"
+    ):
+        space.prepare(Program.parse(TEXT))
 
 
 def test_a_value_that_is_not_there_is_refused():

@@ -105,6 +105,32 @@ def test_an_output_object_without_its_cache():
     assert out.past_key_values is None and step.forward()(input_ids=ids, labels=ids).shape == ()
 
 
+class Told(nn.Module):
+    """Returns a dict with whatever it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x, y):
+        logits = self.head(x)
+        named = {"none": None, "count": 3, "rate": 0.5, "pair": [logits, (None, {"sum": logits.sum()})], 7: "seven"}
+        return {"loss": F.cross_entropy(logits, y), **named, "cache": nn.Identity()}
+
+
+def test_a_dict_keeps_what_is_no_tensor():
+    """All but objects that may hold tensors, as caches do."""
+    model = Told()
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.0), outputs=True, compile=False)
+    x, y = torch.randn(6, 4), torch.arange(6) % 3
+    wanted = model(x, y)
+    _, outputs = step(x, y)
+    assert list(outputs) == ["loss", "none", "count", "rate", "pair", 7]
+    assert (outputs["none"], outputs["count"], outputs["rate"], outputs[7]) == (None, 3, 0.5, "seven")
+    torch.testing.assert_close(outputs["pair"][0], wanted["pair"][0].detach())
+    assert outputs["pair"][1][0] is None and outputs["pair"][1][1]["sum"].shape == ()
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize(
     "written",
@@ -136,6 +162,7 @@ def test_messages():
         refused(lambda out, y: (out, cross_entropy(out, y)), outputs=True),
         refused(None, rows(0)[:1]),
         refused(measured, named={"outputs": True}),
+        refused(nn.CrossEntropyLoss),
     ]
     golden("refusal_outputs", "\n\n".join(texts))
 

@@ -417,6 +417,22 @@ def test_a_rank_that_waits_for_others_hears_that_the_world_ends(monkeypatch):
         meeting.agree({"plan": "any"})
 
 
+def test_what_ranks_of_a_host_take_of_its_memory_is_added_up(monkeypatch):
+    seated(monkeypatch, 0, free_port(), 20)
+    monkeypatch.setattr(rendezvous.Rendezvous, "held", None)
+    meeting = rendezvous.Rendezvous(rendezvous.seat())
+    ranks = [Processes(Mesh(dp=2), r, meeting=meeting) for r in range(2)]
+    try:
+        assert [r.promise_memory(10)[0] for r in ranks] == [10, 20]
+        inside = Processes(Mesh(tp=1), 0, meeting=meeting, world=ranks[1], numbers=(1,))
+        assert inside.promise_memory(5) == (25, ranks[1].host_bytes)
+    finally:
+        for r in ranks:
+            r.close(KeyboardInterrupt())
+    alone = Processes(Mesh(dp=1))
+    assert alone.promise_memory(7) == (7, alone.host_bytes) and alone.host_bytes > 0
+
+
 def test_rank_0_at_an_address_that_is_taken_says_so(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as other:
         seated(monkeypatch, 0, port := other.getsockname()[1], 2)

@@ -234,7 +234,12 @@ MISUSE = {
         TrainError,
         r"needs sparse gradients.*\n  try       torch\.optim\.Adam",
     ),
-    "a class": (lambda: step(optimizer=torch.optim.SGD), TrainError, NAMES),
+    "parameters": (lambda: step(optimizer=mlp().parameters()), TrainError, f"was given parameters as .*\n.*{NAMES}"),
+    "a class": (
+        lambda: step(optimizer=torch.optim.SGD),
+        TrainError,
+        r"the class SGD as optimizer\n  try       SGD\(model\.parameters\(\), lr=…\)",
+    ),
     "a batch without data": (
         lambda: step()(X.to("meta"), Y.to("meta")),
         TrainError,

@@ -42,6 +42,19 @@ def autocast_curve(model, batches, dtype):
 NEAR = {"bf16": 1.5, "fp16": 2.0}
 
 
+class Layer(nn.Module):
+    """Two products and a row are added: the gradients of their biases are one value, or views of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.left, self.right = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.row = nn.Parameter(torch.zeros(1, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.left(nn.functional.gelu(y)) + self.right(y.tanh()) + self.row
+
+
 def noise_of(name, precision, **settings):
     """How far from fp32: ours and autocast's, on the mean over a few seeds and thirty steps; and the steps that each
     skipped."""
@@ -104,6 +117,29 @@ def test_the_loss_scale_grows_and_shrinks_as_gradscaler_does(monkeypatch):
         scaler.update()
         assert pair.step.counters()["loss_scale"].item() == scaler.get_scale(), f"step {i}"
     assert pair.step.skipped >= 3
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_gradients_in_the_same_memory_are_scaled_once(kind, accumulate):
+    """However many groups update what they belong to: torch's kernels write back what they divide."""
+
+    def groups(names):
+        def make(model):
+            each = [[p for n, p in model.named_parameters() if name in n] for name in names]
+            return getattr(torch.optim, kind)([{"params": params} for params in each], lr=0.1)
+
+        return make
+
+    ours = []
+    for names in ([""], ["norm", "left", "right", "row"]):
+        make = lambda: nn.Sequential(*(Layer() for _ in range(4)))
+        pair = both(make, groups(names), cross_entropy, precision="fp16", accumulate=accumulate)
+        gen = torch.Generator().manual_seed(0)
+        losses = [pair.step(torch.randn(6, 8, generator=gen), torch.randint(8, (6,), generator=gen)) for _ in range(3)]
+        assert any(len({*block.outputs}) < len(block.outputs) for block in pair.step.program.blocks.values())
+        ours.append([*losses, *(p.detach() for p in pair.model.parameters())])
+    assert all(map(torch.equal, *ours))
 
 
 @pytest.mark.parametrize("settings", [{}, {"clip_norm": 0.1}, {"accumulate": 2}], ids=str)

@@ -85,3 +85,16 @@ def test_an_empty_stream_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("")
     with pytest.raises(TrainError, match="the data is empty: no token in 1 files"):
         streams.Stream(find(tmp_path, "auto"), FIELDS, Bytes(), 8).batch([0])
+
+
+def test_a_stream_of_what_is_no_text_or_has_no_tokenizer_is_refused(tmp_path, disk):
+    (tmp_path / "a.txt").write_text("some text")
+    np.save(tmp_path / "b.npy", np.arange(9))
+    for name, tokenizer, says in (
+        ("a.txt", None, f"text needs a tokenizer\n  at        {tmp_path}/a.txt\n  try       data.tokenizer: bytes"),
+        ("b.npy", "bytes", f"a stream is of text, and {tmp_path}/b.npy holds tokens\n  at        data.stream\n"),
+    ):
+        data = {"train": str(tmp_path / name), "validation": str(tmp_path / "a.txt"), "stream": True}
+        with pytest.raises(TrainError) as error:
+            train(config(disk, tmp_path / "run", data={**data, "tokenizer": tokenizer}))
+        assert str(error.value).startswith(says)

@@ -325,6 +325,21 @@ def test_fields_of_examples_may_be_called_otherwise(tmp_path):
         classes_of(tmp_path / "a.jsonl", fields={"text": "review"})
 
 
+def test_evaluating_takes_names_of_fields(files, disk):
+    """Of a run that had others; what else is a setting of training is refused."""
+    rows = [{"review": x["text"], "sentiment": x["label"]} for x in TEXTS]
+    (files / "named.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    chosen = of_task(files, disk, *CASES["classify texts"])
+    assert train(chosen) == 0
+    said = lambda *more: CliRunner().invoke(app, ["evaluate", *map(str, (chosen.run, "--data", *more))])
+    result = said(files / "named.jsonl")
+    assert result.exit_code == 1 and "try       data.fields.text=review, or" in result.stderr, result.stderr
+    renamed = said(files / "named.jsonl", "data.fields.text=review", "data.fields.label=sentiment")
+    assert renamed.exit_code == 0 and renamed.stdout == said(files / "texts.jsonl").stdout, renamed.output
+    wrong = said(files / "named.jsonl", "train.steps=3")
+    assert wrong.exit_code == 2 and "unknown key train\n  at        argument train.steps=3" in wrong.stderr
+
+
 def test_examples_that_repeat_say_why_none_is_kept_for_validation(files, disk):
     rows = [{"text": "spam" if i % 2 else "ham", "label": i % 2} for i in range(30)]
     (files / "twice.jsonl").write_text("\n".join(map(json.dumps, rows)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -244,7 +245,8 @@ class Curvature(torch.optim.SGD):
 def test_messages():
     model = nn.Linear(2, 2)
     texts = []
-    for make in (torch.optim.LBFGS, torch.optim.SparseAdam, lambda ps: list(ps)):
+    for make in (torch.optim.LBFGS, torch.optim.SparseAdam, lambda ps: list(ps),
+                 lambda ps: ps, lambda ps: torch.optim.AdamW, lambda ps: None):  # fmt: skip
         with pytest.raises(TrainError) as refused:
             mycel.train_step(model, make(model.parameters()))
         texts.append(str(refused.value))
@@ -286,6 +288,27 @@ def test_hooks_see_and_change_what_they_would_in_torch(kind):
 
     agree(beside(lambda: small(""), hooked, rows, steps=3, clip_norm=0.1), loss=1e-6, params=1e-6)
     assert len(calls) == 6 or kind == "gradient"  # which is captured
+
+
+@QUIET
+@pytest.mark.parametrize("kind", ["accumulated", "step"])
+def test_hooks_may_come_and_go_between_steps(kind):
+    calls: list[int] = []
+    pair = both(lambda: small(""), lambda m: torch.optim.SGD(trained(m), lr=0.02))
+
+    def change(i: int) -> None:
+        if i == 1 and kind == "accumulated":
+            hooks.append(pair.model.up.weight.register_post_accumulate_grad_hook(lambda p: calls.append(i)))
+        if i == 1 and kind == "step":
+            hooks.append(pair.optimizer.register_step_pre_hook(lambda *_: calls.append(i)))
+        if i == 3:
+            hooks.pop().remove()
+
+    hooks: list[Any] = []
+    for i in range(4):
+        change(i)
+        pair.step(**rows(i))
+        assert len(calls) == (0, 1, 2, 2)[i]
 
 
 class Spectral(nn.Module):

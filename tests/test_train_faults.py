@@ -299,6 +299,11 @@ def other_end(tmp_path):
     return {"model": {"config": {**LLAMA, "eos_token_id": 2}}}, wanted + "  try       model.config.eos_token_id=257"
 
 
+def ids_without_text(tmp_path):
+    wanted = "the model has 600 ids, the tokenizer 258: what it writes of the others has no text\n"
+    return {"model": {"config": {**LLAMA, "vocab_size": 600}}}, wanted + "  try       model.config.vocab_size=258"
+
+
 def no_end(tmp_path):
     byte_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
@@ -312,7 +317,9 @@ def adapters_of_nothing(tmp_path):
     }, "the adapters are exported without the weights they belong to"
 
 
-@pytest.mark.parametrize("case", [copies, other_end, no_end, adapters_of_nothing], ids=lambda case: case.__name__)
+@pytest.mark.parametrize(
+    "case", [copies, other_end, ids_without_text, no_end, adapters_of_nothing], ids=lambda case: case.__name__
+)
 def test_what_is_odd_is_said(disk, tmp_path, capsys, case):
     changes, note = case(tmp_path)
     for sections, said in (({}, False), (changes, True)):

@@ -22,12 +22,13 @@ computing waits for copies, where there is no memory for them.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import difflib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mycel.errors import PlanError
+from mycel.errors import PlanError, TrainError
 from mycel.ir import CONTROL, DEVICE, Block, Eqn, Program, Var, call, chains
 from mycel.plan.clock import owners, size
 from mycel.plan.hardware import Hardware
@@ -79,7 +80,8 @@ class Offload:
                 raise PlanError(f"{where}: offload: {key} is {value!r}\n  known     {', '.join(known)}")
         budget = written.get("host")
         if isinstance(budget, str):
-            budget = parse_bytes(budget)
+            with contextlib.suppress(TrainError):
+                budget = parse_bytes(budget)
         if budget is not None and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
             raise PlanError(f"{where}: offload: host is {written['host']!r}\n  try       bytes, or text like '64GiB'")
         unsaid = "none" if any(key in KINDS for key in written) else "auto"
@@ -219,7 +221,7 @@ def absences(
     copies take.  `sums`: gradients also between two backward steps, of which the second adds to them.  What is made of
     nothing (the zeros that a sum begins with) would not be worth a copy."""
     block = program.blocks[name]
-    uses, owner = chains(block), owners(block)
+    uses, owner = chains(block), owners(program, block).of
     alone = _alone(program, block)
     lying: dict[Var, list[Var]] = {}
     for v, of in owner.items():
@@ -252,7 +254,7 @@ def _alone(program: Program, block: Block) -> set[Var]:
     for eqn in block.eqns:
         if eqn.op is call:
             inner = program.blocks[eqn.params["block"]]
-            owner = owners(inner)
+            owner = owners(program, inner).of
             of = [owner.get(x) if isinstance(x, Var) else None for x in inner.outputs]
             alone.update(v for v, o in zip(eqn.outputs, of, strict=True) if o is not None and of.count(o) == 1)
         elif eqn.op not in CONTROL and eqn.op.inplace is None and not eqn.op.effect:

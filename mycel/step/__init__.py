@@ -97,6 +97,8 @@ def train_step(
     written = written_plan(mesh, plan)
     if not isinstance(model, torch.nn.Module):
         raise TrainError(f"train_step takes a torch.nn.Module, not {type(model).__name__}")
+    if isinstance(loss, type):
+        raise TrainError(f"loss={loss.__name__} is a class, not a function\n  try       loss={loss.__name__}()")
     if loss is not None and not callable(loss):
         raise TrainError(
             f"loss={loss!r} is not a function\n"

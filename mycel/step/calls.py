@@ -95,15 +95,14 @@ class StepCalls:
                 for _, read in readers:
                     values += read()
                 outs = code(*(values if arranged is None else arranged(values)))
-                for g in first:  # one that was not taken is followed by the first
-                    if counters.skipped > before or not counters.used(g.group.counter):
-                        g.forget(optimizer)
+                for g in first if counters.skipped > before else counters.unused(first):
+                    g.forget(optimizer)  # one that was not taken is followed by the first
                 if lossy:
                     messages.note(lossy)
                 if pending_errors and counters.skipped == before:
                     messages.drop(pending_errors)
                 if leaves_gradients:
-                    unused = {p for g in groups if not counters.used(g.group.counter) for p in g.params}
+                    unused = {p for g in counters.unused(groups) for p in g.params}
                     self.updating.finish(unsharded, outs, unused)
             self.finished(outs[results])
             return outs[:results]
@@ -115,16 +114,17 @@ class StepCalls:
         in which the passes add inputs, so that values need no rearranging at each call."""
         device = unsharded.captured.device
 
-        def counted(role: Role) -> Reader:
-            return [role], lambda: [self.counters.on(device, role.name)]
+        def counted(v: Var) -> Reader:
+            role = program.role(v)
+            return [role], lambda: [self.counters.on(device, role.name, v.shape)]
 
-        counters = [program.role(v) for v in program.inputs_of("counter")]
+        counters = program.inputs_of("counter")
         return [
-            *(counted(role) for role in counters if role == transform.LOSS_SCALE),
+            *(counted(v) for v in counters if program.role(v) == transform.LOSS_SCALE),
             *self._of_messages(program, device),
             *self._of_groups(unsharded, program, device),
             *self._of_gradients(unsharded, program),
-            *(counted(role) for role in counters if role != transform.LOSS_SCALE),
+            *(counted(v) for v in counters if program.role(v) != transform.LOSS_SCALE),
         ]
 
     def _of_messages(self, program: Program, device: torch.device) -> list[Reader]:

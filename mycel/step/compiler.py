@@ -97,6 +97,7 @@ class StepCompiler:
             self.parts = of(self.model, self.optimizer, written)
         self.for_ranks = self.parts is not None  # is what they share kept in the program?
         self.messages = MessageState(self.parts)
+        self._starts: tuple[str, ...] = ()  # where stages begin, once a batch has decided it
         self._fed: dict[tuple[int, int], frozenset[str]] = {}  # by phase and price, whose errors are fed back
         policy = written.synced() if written is not None else None
         self._phases, self._condition = written.phases() if written is not None else ([], None)
@@ -147,6 +148,7 @@ class StepCompiler:
             parts.split(unsharded.captured.device)
             if done.pipeline is not None:
                 parts.hold(done.pipeline)
+                self._starts = decided.decided.stages if decided.decided is not None else ()
                 done, unsharded = done.at(parts.place), parts.own(unsharded)
         device = unsharded.captured.device
         program = check(transform.wide_products(done.program, slow_products(device, transform.halves(done.program))))
@@ -252,6 +254,7 @@ class StepCompiler:
             self.settings.budget,
             parts.rows_of(unsharded) if parts is not None and self.settings.outputs == "local" else None,
             at_place=partial(parts.given_at, unsharded) if isinstance(parts, PlacedModel) else None,
+            starts=self._starts,
         )
 
     def _hardware(self, device: torch.device) -> plan.Hardware:
@@ -340,7 +343,9 @@ class StepCompiler:
         parameters = {
             roles[name]: places[0].read() for name, places in unsharded.captured.state.items() if name in roles
         }
-        self.host.space = space = (self.host.space or HostSpace(unsharded.captured.device)).prepare(program)
+        ranks = self.parts.ranks if self.parts is not None else None
+        new = lambda: HostSpace(unsharded.captured.device, None if ranks is None else ranks.promise_memory)
+        self.host.space = space = (self.host.space or new()).prepare(program)
         self.host.adopt(program, parameters)
         return space.connected(code)
 

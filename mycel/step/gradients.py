@@ -15,7 +15,14 @@ from typing import Any
 import torch
 
 from mycel import optimizers, plan, transform
-from mycel.capture import Captured, all_ones, differentiate_with, flatten_arguments, input_tensors
+from mycel.capture import (
+    Captured,
+    all_ones,
+    differentiate_with,
+    flatten_arguments,
+    input_tensors,
+    refuse_mixed_products,
+)
 from mycel.capture import capture as capture_call
 from mycel.errors import GradientError, TrainError, warn
 from mycel.feed import Arguments
@@ -80,12 +87,14 @@ class Recipe:
         captured, whole = self._captured(batch, data)
         program = self._prepared(replace(captured, program=transform.with_numbers_of(captured.program, whole.program)))
         names = self._trained(captured)
+        refuse_mixed_products(program)
         if batch.parts > 1:
             return self._of_parts(captured, whole, program, batch, names)
         program, groups, results, fp8 = self._differentiated(self._scaled(program), names)
         program = self._in_pieces(program)
         body = program.entry
-        if self.written is not None and self.written.place:  # stages are cut from what is done with a part
+        # stages are cut from what is done with a part: of a batch with too few rows to divide, the whole
+        if self._is_staged and (self.settings.accumulate > 1 or (self.written is not None and self.written.place)):
             tensors = [v.name for v in program.inputs if program.role(v).kind == "batch" and v.ndim]
             program = check(transform.microbatch(program, transform.no_counts(program), 1, tensors))
             body = transform.BODY
@@ -95,10 +104,10 @@ class Recipe:
         self, captured: Captured, whole: Captured, part: Program, batch: Batch, names: dict[int, str]
     ) -> UnshardedStep:
         """Loss and gradients of the whole batch, from the program of the loss of a part."""
-        if any(tree.kind != "static" for _, tree in captured.effects):
+        if kept := [place.name for place, tree in captured.effects if tree.kind != "static"]:
             raise TrainError(
-                "with accumulate the model keeps tensors in attributes\n"
-                "  try       accumulate=1, or buffers that it updates"
+                f"with accumulate what the model, or a hook of it, keeps in {kept[0]} would be of a part of the batch\n"
+                "  try       accumulate=1, buffers that it updates, or outputs=True for what it returns"
             )
         split, large, scaled = batch.split(captured.leaves), self._prepared(whole), self._scaled(part)
         refuse_outputs(scaled, large, batch.parts)

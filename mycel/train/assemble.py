@@ -20,6 +20,7 @@ from mycel.errors import TrainError
 from mycel.ir import Mesh
 from mycel.plan import STAGE_AXIS
 from mycel.several_optimizers import SeveralOptimizers
+from mycel.sizes import counted
 from mycel.step import Step, train_step
 from mycel.train import config as settings
 from mycel.train import device as devices
@@ -247,7 +248,7 @@ def _data(config: settings.Config, tokenizer: Tokenizer | None, progress: Callab
     named = data.train if isinstance(data.train, tuple) else (data.train,)
     if len(named) != len(data.weights):
         raise TrainError(
-            f"data.weights has {len(data.weights)} numbers, data.train {len(named)} sources\n"
+            f"data.weights has {counted(len(data.weights), 'number')}, data.train {counted(len(named), 'source')}\n"
             "  at        data.weights\n  try       one number for each entry of data.train"
         )
     parts = [_tokens(config, tokenizer, progress, name) for name in named]
@@ -360,6 +361,12 @@ def _odd(config: settings.Config, tokenizer: Tokenizer | None, module: Any) -> l
             else f"model.config.eos_token_id={tokenizer.eos}"
         )
         warnings.append(f"{what}: what it writes will not end where it should\n  try       {where}")
+    ids = getattr(module.config.get_text_config(), "vocab_size", 0)
+    if tokenizer and config.model.path is None and sample.causal(module) and ids >= 2 * tokenizer.vocab:
+        warnings.append(
+            f"the model has {ids:,} ids, the tokenizer {tokenizer.vocab:,}: what it writes of the others has no text\n"
+            f"  try       model.config.vocab_size={tokenizer.vocab}"
+        )
     if (adding := config.model.lora) and not adding.merge and config.model.path is None and config.export:
         warnings.append(
             "the adapters are exported without the weights they belong to, which are fresh\n"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from difflib import get_close_matches
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,31 +34,43 @@ TARGETS = ("hf", "safetensors", "onnx", "program")
 
 
 def evaluate(
-    where: Path, data: Sequence[str], say: Say, *, last: bool, length: int | None, device: str, as_json: bool
+    where: Path,
+    data: Sequence[str],
+    say: Say,
+    *,
+    last: bool,
+    length: int | None,
+    device: str,
+    as_json: bool,
+    fields: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """The score of a model on data, in words or as JSON."""
+    """The score of a model on data, in words or as JSON; `fields`: what those of records are called here, where the run
+    had other names."""
     chosen = devices.choose(device, "--device")
     given = trained(where, last, chosen)
     say(given.source)
+    own = given.config.data if given.config is not None else DataConfig()
+    own = own.model_copy(update={"fields": own.fields.model_copy(update=dict(fields))})
     result = (
-        _classifier_score(given, where, data, length)
+        _classifier_score(given, own, where, data, length)
         if type(given.module).__name__.endswith("Classification")
-        else _language_score(given, data, length, chosen)
+        else _language_score(given, own, data, length, chosen)
     )
     return score.as_json(result) if as_json else str(result)
 
 
-def _language_score(given: TrainedModel, data: Sequence[str], length: int | None, device: Any) -> score.Score:
+def _language_score(
+    given: TrainedModel, own: DataConfig, data: Sequence[str], length: int | None, device: Any
+) -> score.Score:
     """Of a language model: by text, choices, or pairs, as the data has them."""
     refuse_images(data, type(given.module).__name__, "text, or a model of images")
-    own = given.config.data if given.config is not None else DataConfig()
     room = getattr(_text_config(given), "max_position_embeddings", None)
     width = length or (own.length if given.config is not None else min(room or 1024, 1024))
     form = score.form_of(data)
     if form == "choices":
         return score.choice_score(given.module, data, given.needs_tokenizer())
     if form == "pairs":
-        pairs = _examples(given, "dpo", data, width)
+        pairs = _examples(given, own, "dpo", data, width)
         if given.config is None or given.config.train.task != "dpo":
             return score.preference_score(given.module, pairs)
         start = model_at_start(given.config, device).module
@@ -67,25 +80,34 @@ def _language_score(given: TrainedModel, data: Sequence[str], length: int | None
     )
 
 
-def _classifier_score(given: TrainedModel, where: Path, data: Sequence[str], length: int | None) -> score.Score:
+def _classifier_score(
+    given: TrainedModel, own: DataConfig, where: Path, data: Sequence[str], length: int | None
+) -> score.Score:
     """Of a model that tells classes, or how much it likes a text."""
     module: Any = given.module
-    width = length or (given.config.data if given.config is not None else DataConfig()).length
+    width = length or own.length
     if "pixel_values" in inspect.signature(module.forward).parameters:
         image = image_settings(given.config.model.path if given.config is not None else where, module.config)
-        return score.example_score(module, _examples(given, "classify", data, width, image, class_names(module.config)))
+        return score.example_score(
+            module, _examples(given, own, "classify", data, width, image, class_names(module.config))
+        )
     refuse_images(data, type(module).__name__, "texts with their labels, or a model of images")
     if module.config.num_labels == 1:
-        return score.reward_score(module, _examples(given, "reward", data, width))
-    return score.example_score(module, _examples(given, "classify", data, width, None, class_names(module.config)))
+        return score.reward_score(module, _examples(given, own, "reward", data, width))
+    return score.example_score(module, _examples(given, own, "classify", data, width, None, class_names(module.config)))
 
 
 def _examples(
-    given: TrainedModel, task: str, data: Sequence[str], length: int, image: Any = None, classes: Any = None
+    given: TrainedModel,
+    own: DataConfig,
+    task: str,
+    data: Sequence[str],
+    length: int,
+    image: Any = None,
+    classes: Any = None,
 ) -> Any:
     """The examples of a task, as the run has read its own."""
     module: Any = given.module
-    own = given.config.data if given.config is not None else DataConfig()
     trained_so = given.config is not None and given.config.train.task == task
     return examples(
         task, [*data], own.format if trained_so else "auto", {**FIELDS, **own.fields.model_dump()},

@@ -333,6 +333,27 @@ def load(path: Path | None, overrides: Sequence[str] = (), kind: type[Config] = 
     return checked(kind, written)
 
 
+class EvaluatedData(Section):
+    """what a model is evaluated on"""
+
+    fields: Fields = Fields()
+
+
+class EvaluateSettings(Section):
+    """What `mycel evaluate` can be told of its data."""
+
+    data: EvaluatedData = EvaluatedData()
+
+
+def named_fields(arguments: Sequence[str]) -> dict[str, str]:
+    """`data.fields.text=review` -> {"text": "review"}; fields that are not named are the run's own."""
+    written = WrittenSettings()
+    for number, argument in enumerate(arguments):
+        override(EvaluateSettings, written, argument, number)
+    fields = checked(EvaluateSettings, written).data.fields
+    return {name: getattr(fields, name) for name in fields.model_fields_set}
+
+
 def names_model(path: Path | None, overrides: Sequence[str] = ()) -> bool:
     """Whether the model is one's own, not the embedded one."""
     written = read_file(path) if path else WrittenSettings()

@@ -373,8 +373,11 @@ def _of_record(
 
 def _other_field(record: Mapping[str, Any], key: str, fields: Mapping[str, str]) -> str:
     """The setting that names another field of a record: those with text that stand for nothing yet."""
-    free = [name for name, value in record.items() if isinstance(value, str) and name not in fields.values()]
-    free = free or [name for name, value in record.items() if isinstance(value, str)]
+    if {fields.get("chosen"), fields.get("rejected")} <= {*record}:
+        return "train.task=dpo or train.task=reward, which learn from pairs"
+    texts = [name for name, value in record.items() if isinstance(value, str)]
+    free = [name for name in texts if name not in fields.values()]
+    free = free or [name for name in texts if name not in (fields["prompt"], fields["response"])]
     return " or ".join(f"data.fields.{key}={name}" for name in free[:3]) or f"{fields[key]!r} with text in each record"
 
 

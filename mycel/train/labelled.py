@@ -30,7 +30,7 @@ from mycel.train.data import Data, Names
 from mycel.train.documents import class_names, records
 from mycel.train.sources import IMAGES, find, near
 from mycel.train.split import NO_LOSS, drawn, undivided
-from mycel.train.tokenize import Tokenizer
+from mycel.train.tokenize import Tokenizer, needs_tokenizer
 
 Arrays = dict[str, npt.NDArray[Any]]
 PAIR = '{"prompt": …, "chosen": …, "rejected": …}'
@@ -201,7 +201,7 @@ def examples(
     if image is not None:
         return _images(named, image, classes, only)
     if tokenizer is None:
-        raise TrainError("text needs a tokenizer\n  at        data\n  try       data.tokenizer: bytes, or a folder")
+        raise needs_tokenizer("data")
     if task == "classify":
         return _labelled(named, format, fields, tokenizer, length, pad, classes, only)
     return _pairs(named, format, fields, tokenizer, length, pad)

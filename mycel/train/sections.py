@@ -22,6 +22,7 @@ from mycel.train.written import Keys, Mistake, SettingOrigin, Writer, WrittenSet
 
 COMMENT_COLUMN = 25
 FEW_COLUMNS = 45  # that a comment has for choices
+NEAR = 0.52  # of difflib's likeness: float16 is near to fp16, lion not to muon
 S = TypeVar("S", bound="Section")
 Conflict = tuple[
     str, str
@@ -173,7 +174,7 @@ def _hint(field: FieldInfo, value: Any) -> str:
     text, an example, or the default."""
     forms, section = _forms(field), section_of(field)
     if get_origin(field.annotation) is Literal and (
-        near := get_close_matches(str(value).lower(), get_args(field.annotation), n=1)
+        near := get_close_matches(str(value).lower(), get_args(field.annotation), n=1, cutoff=NEAR)
     ):
         return str(near[0])
     if isinstance(value, float) and 0 < value < 1 and isinstance(field.json_schema_extra, dict):

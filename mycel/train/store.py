@@ -27,7 +27,7 @@ from mycel.errors import TrainError
 from mycel.train.cache import CachedFolder, Meta
 from mycel.train.documents import Segment, array, segments
 from mycel.train.sources import DataFile
-from mycel.train.tokenize import Ids, Tokenizer
+from mycel.train.tokenize import Ids, Tokenizer, needs_tokenizer
 
 I64 = npt.NDArray[np.int64]
 Progress = Callable[[str, int, int], None]  # what is done, bytes so far, bytes in all
@@ -63,10 +63,7 @@ def build(
     try:
         if texts:
             if tokenizer is None:
-                raise TrainError(
-                    f"text needs a tokenizer\n  at        {texts[0].path}\n"
-                    "  try       data.tokenizer: bytes, or a folder"
-                )
+                raise needs_tokenizer(texts[0].path)
             _write_texts(writer, texts, fields, tokenizer, lambda bytes: progress("tokenising", bytes, total))
         for source in arrays:
             writer.scan(array(source.path), source.path, lambda bytes: progress("reading tokens", done + bytes, total))

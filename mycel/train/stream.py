@@ -27,7 +27,7 @@ from mycel.train.documents import Segment, segments
 from mycel.train.sources import DataFile, File, find
 from mycel.train.split import NO_LOSS, cut
 from mycel.train.store import Progress
-from mycel.train.tokenize import Tokenizer
+from mycel.train.tokenize import Tokenizer, needs_tokenizer
 
 TOGETHER = 1 << 18  # characters that are tokenised together
 ENDLESS = 1 << 62  # sequences: there is always another
@@ -162,11 +162,14 @@ def streamed(
 ) -> Data:
     """Training data as a stream; validation data is tokenised before, as always."""
     files, notes = find(sources, format), list[str]()
-    if tokenizer is None or any(kind == "tokens" for _, kind in files):
+    arrays = [path for path, kind in files if kind == "tokens"]
+    if arrays:
         raise TrainError(
-            "a stream is of text, which a tokenizer makes tokens of\n  at        data.stream\n"
+            f"a stream is of text, and {arrays[0]} holds tokens\n  at        data.stream\n"
             "  try       data.stream=false: arrays of tokens are read where they lie"
         )
+    if tokenizer is None:
+        raise needs_tokenizer(files[0][0])
     store = opened(validation, format, fields, tokenizer, cache, progress, notes)
     held = cut(store, length, True, "validation", notes)
     bytes_ = sum(path.stat().st_size for path, _ in files)

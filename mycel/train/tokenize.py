@@ -62,6 +62,11 @@ class Tokenizer(Protocol):
     def ask(self, messages: Sequence[Mapping[str, Any]]) -> str: ...  # up to where the assistant takes over
 
 
+def needs_tokenizer(where: object) -> TrainError:
+    """Of text without one."""
+    return TrainError(f"text needs a tokenizer\n  at        {where}\n  try       data.tokenizer: bytes, or a folder")
+
+
 @dataclass(frozen=True)
 class Bytes:
     """UTF-8 bytes as ids 0..255, then bos and eos."""

@@ -24,6 +24,7 @@ import torch
 from mycel.errors import TrainError
 from mycel.run.folder import explain
 from mycel.run.shards import Part, Shard
+from mycel.sizes import counted
 from mycel.train.cutting import Cuts
 
 ONE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -104,11 +105,11 @@ def load(
     for tensor in (*module.parameters(), *module.buffers()) if cuts is None else ():
         tensor.data = tensor.data.to(device, copy=True)
     left = sorted(report["unexpected_keys"])
+    are = "is" if len(left) == 1 else "are"
     notes = [f"fresh layers for {kind.__name__}, by the seed: {some(fresh)}"] if fresh else []
-    return module, [
-        *notes,
-        *([f"{len(left)} tensors of {path} are not part of {kind.__name__}: {some(left)}"] if left else []),
-    ]
+    if left:
+        notes += [f"{counted(len(left), 'tensor')} of {path} {are} not part of {kind.__name__}: {some(left)}"]
+    return module, notes
 
 
 def _fresh_names(report: Any, kind: Any, settings: Any, saved: Any, labels: int) -> list[str]:
