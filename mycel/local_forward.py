@@ -74,7 +74,7 @@ def in_places(parts: PlacedModel, unsharded: UnshardedStep, hardware: plan.Hardw
     """The programs of all places; None likewise."""
 
     def laid_out(program: Program, of_place: plan.Plan, inputs: Given) -> tuple[plan.Plan, lower.Distributed | None]:
-        return with_layouts(Task(program, program.entry, hardware, False, *inputs), of_place)
+        return with_layouts(Task(program, program.entry, hardware, False, *inputs), of_place.together)
 
     given = partial(parts.given_at, unsharded)
     step = PlacedStep(unsharded.program, unsharded.body, parts.written, hardware, given, laid_out)

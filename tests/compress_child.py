@@ -137,6 +137,9 @@ def main(folder: Path) -> None:
             step(**batch(i))
         step.save(folder / name)
         whole = copy.deepcopy(step.state_dict())
+        with step.whole() as model, torch.no_grad():
+            alone = float(model(**batch(9)))
+        assert abs(float(step.evaluate(**batch(9))) - alone) < 1e-5, name
         losses = [float(step(**batch(i))) for i in (3, 4, 5)]
         again = make_step(plan).prepare(**batch(0))
         again.load(folder / name)

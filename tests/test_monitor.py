@@ -7,14 +7,17 @@ import torch
 from distributing import start_values
 from placing import Towers, one_of, placed_results, task_of
 from test_compress import Compressed, Small
+from test_forward_stages import unsharded_forward
 from torch import nn
 from torch.nn.functional import mse_loss
 
 import mycel
 from mycel import Plan
 from mycel.errors import PlanError
+from mycel.local_forward import in_places, of_whole_model
 from mycel.monitors import LEAST, monitored
 from mycel.ops import o
+from mycel.plan import CPU
 from mycel.planning import planned
 from mycel.transform.monitoring import ERROR, LARGE, SHARE, SMALL
 
@@ -137,6 +140,32 @@ def test_the_codec_follows_the_number_of_steps_or_what_was_measured():
         step.set_counters({f"{SMALL}_2": torch.tensor(small), f"{LARGE}_2": torch.tensor(large)})
         assert step._phase() == now
     assert encoded(step)
+
+
+@pytest.mark.parametrize("compress", [
+    {"dp": ["exact until 2", "int8+ef"]}, {"dp": "int8+ef", "when": "noise > 2"}, {"dp": "1bit-adam(5)"},
+])  # fmt: skip
+@pytest.mark.parametrize("more", [
+    {"mesh": {"dp": 2}, "zero": "1 over dp"}, {"mesh": {"dp": 2}, "stages": ["up", "down"], "microbatches": 2},
+    {"place": {"up": [0, 1], "*": [2, 3]}},
+], ids=["zero", "stages", "places"])  # fmt: skip
+def test_a_loss_without_a_step_is_the_same_however_gradients_travel(compress, more):
+    """Also where that changes as a run goes on."""
+
+    def evaluated(plan: Plan) -> list[str]:
+        model, batch = Small(), {"x": torch.randn(24, 40), "y": torch.randint(0, 5, (24,))}
+        step = mycel.train_step(model, torch.optim.AdamW(model.parameters()), plan=plan, compile=False)
+        parts, forward = step.parts, unsharded_forward(model, model, batch)
+        parts.given(step.unsharded(**batch))
+        parts.is_split = True
+        if not plan.place:
+            return [str(of_whole_model(parts, forward, CPU).program)]
+        parts.owners = parts.users = {name: (0 if name.startswith("up") else 1,) for name in parts.shapes}
+        return list(map(str, in_places(parts, forward, CPU).pipeline.programs))
+
+    zero = {k: v for k, v in more.items() if k != "zero" or "1bit" not in str(compress)}
+    said = {"batch": ["dp"], **zero}
+    assert evaluated(Plan.read({**said, "compress": compress})) == evaluated(Plan.read(said))
 
 
 @pytest.mark.parametrize("plan, why", [

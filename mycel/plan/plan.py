@@ -285,8 +285,8 @@ class Plan:
 
     @property
     def together(self) -> Plan:
-        """The plan where all ranks step together: what ranks compute with one model."""
-        return replace(self, sync={}, compress={}, decided=None, predicted=None) if self.synced() else self.given
+        """The plan of what ranks compute with one model without a step: how gradients travel does not matter."""
+        return replace(self.given, sync={}, compress={}, monitor=())
 
     def _refuse_replicas(self) -> None:
         """PlanError for what ranks that take steps of their own cannot do."""
