@@ -7,7 +7,7 @@
     python bench/slow_links.py bars      what is asked for, and whether what was measured so far reaches it
     python bench/slow_links.py           all of these, one after the other
 
-    [--model gpt conv] [--ranks 2 4] [--mbit 25 100 250 1000] [--ways ddp exact "diloco(H=10) int4+ef" …]
+    [--model gpt small conv] [--ranks 2 4] [--mbit 25 100 250 1000] [--ways ddp exact "diloco(H=10) int4+ef" …]
     [--steps 6] [--rounds 2] [--seeds 3] [--long 200] [--results build/slow_links.json]
 
 Every rank lives in a network namespace of its own; a bridge joins them, and `tc … tbf` limits what goes in and out of
@@ -42,6 +42,7 @@ from typing import Any
 from slow_link_rank import CHECKED, INSIDE, ROOT, serve
 
 LIMIT_S = 240
+MTU = "9000"  # to cut what is sent into packets is a network card's work, not that of the cores that ranks compute on
 BASELINES = ("ddp", "ddp tuned", "ddp fp16", "ddp powersgd")
 CODECS = ("exact", "int8+ef", "int4+ef", "sign+ef", "powersgd(4)+ef")
 APART = (
@@ -124,7 +125,8 @@ def network(links: Sequence[tuple[float, float]]) -> Iterator[list[str]]:
         run("ip", "-n", hub, "link", "add", "bridge0", "type", "bridge")
         run("ip", "-n", hub, "link", "set", "bridge0", "up")
         for r, (name, (receives, sends)) in enumerate(zip(names, links, strict=True)):
-            run("ip", "-n", hub, "link", "add", f"port{r}", "type", "veth", "peer", "name", INSIDE, "netns", name)
+            veth = ["type", "veth", "peer", "name", INSIDE, "mtu", MTU, "netns", name]
+            run("ip", "-n", hub, "link", "add", f"port{r}", "mtu", MTU, *veth)
             run("ip", "-n", hub, "link", "set", f"port{r}", "master", "bridge0", "up")
             run("ip", "-n", name, "addr", "add", f"10.77.0.{r + 1}/24", "dev", INSIDE)
             run("ip", "-n", name, "link", "set", INSIDE, "up")
@@ -306,7 +308,7 @@ def bars(model: str, asked: argparse.Namespace, results: Results) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", nargs="?", default="all", choices=[*PARTS, "all", "serve"])
-    parser.add_argument("--model", nargs="+", default=["gpt", "conv"], choices=["gpt", "conv"])
+    parser.add_argument("--model", nargs="+", default=["gpt", "conv"], choices=["gpt", "small", "conv"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--mbit", type=float, nargs="+", default=[25, 100, 250, 1000])
     parser.add_argument("--ways", nargs="+")

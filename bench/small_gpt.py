@@ -27,10 +27,10 @@ class Layer(nn.Module):
 
 
 class SmallGPT(nn.Module):
-    def __init__(self, vocabulary: int = VOCABULARY) -> None:
+    def __init__(self, vocabulary: int = VOCABULARY, layers: int = LAYERS) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, WIDTH), nn.Embedding(LENGTH, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Layer() for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, vocabulary, bias=False)
 
     def forward(self, ids: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:

@@ -277,3 +277,35 @@ def test_what_has_come_is_computed_with_and_sent_on_between_calls():
     inputs = by_rank(program, 2)
     for before, after in zip(*(simulate(p, Mesh(dp=2), inputs) for p in (program, changed)), strict=True):
         assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+
+
+BY_ARRIVAL = """
+def layer(x: f32[4,4], w: f32[4,4]):
+  h: f32[4,4] = linear(x, w)
+  y: f32[4,4] = tanh(h)
+  return y
+
+def main(x: f32[4,4], w: f32[4,4]):
+  a: f32[4,4] = call(x, w, block=@layer)
+  b: f32[4,4] = call(a, w, block=@layer)
+  part: f32[2,4] = reduce_scatter(b, axes=("dp",), count=2, dim=0)
+  bent: f32[2,4] = tanh(part)
+  again: f32[2,4] = all_reduce(bent, axes=("dp",), count=2)
+  own: f32[4,4] = all_reduce(b, axes=("dp",), count=2)
+  half: f32[4,4] = mul(own, 0.5)
+  first: f32[4,4] = all_reduce(a, axes=("dp",), count=2)
+  wave: f32[4,4] = sin(first)
+  free: f32[4,4] = cos(b)
+  return again, half, wave, free
+"""
+
+
+def test_behind_the_last_call_messages_are_waited_for_as_they_were_sent():
+    """The one sent first comes first, with all that is computed of it; the one that is sent on of another comes last,
+    and does not travel in one message with what need not wait for that."""
+    program = check(Program.parse(BY_ARRIVAL))
+    changed = check(lower.overlap(program))
+    change("by_arrival", program, changed)
+    inputs = by_rank(program, 2)
+    for before, after in zip(*(simulate(p, Mesh(dp=2), inputs) for p in (program, changed)), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
