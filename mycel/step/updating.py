@@ -62,10 +62,12 @@ class Updating:
         if not self.by_rule and finite:
             torch_update.update(self.optimizer, pairs, self.settings.clip_norm, self.settings.clip_value)
         if self.by_rule or not finite or not self.settings.grads:
-            for p in unused:
-                p.grad = None
-            for p, g in pairs:
-                p.grad = g if self.settings.grads else None
+            for group in self.optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad = None
+            if self.settings.grads:
+                for p, g in pairs:
+                    p.grad = g
 
 
 class AddingUp(Updating):
