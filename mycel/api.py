@@ -183,9 +183,11 @@ class Jit:
         """transformers' `generate`, each token by generated code: with a static cache, unless another is asked for."""
         module = self.fn
         assert isinstance(module, torch.nn.Module)
-        own = kwargs.get("past_key_values") is not None or kwargs.get("use_cache") is False
+        config = kwargs.get("generation_config") or module.generation_config
+        asked = {name: kwargs.get(name, getattr(config, name, None)) for name in ("use_cache", *OTHER_CACHES)}
+        own = asked.pop("use_cache") is False or any(x is not None and x is not False for x in asked.values())
         if not own and getattr(module, "_can_compile_fullgraph", False):
-            kwargs.setdefault("cache_implementation", "static")
+            kwargs |= {"cache_implementation": "static"}
             kwargs.setdefault("disable_compile", True)
         self._forward = self._forward or Jit(module.forward, self.mode, self.check_finite, self.strict)
         before = vars(module).get("forward")
@@ -203,6 +205,13 @@ class Jit:
 
     def __repr__(self) -> str:
         return f"mycel.jit({self.fn!r})"
+
+
+# what `generate` is asked for where its cache is another, or has to forget what was guessed wrong
+OTHER_CACHES = (
+    "past_key_values", "cache_implementation", "assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit",
+    "use_mtp",
+)  # fmt: skip
 
 
 def _rows(x: torch.Tensor) -> int:

@@ -85,6 +85,20 @@ def test_generate_of_a_jitted_model_has_a_static_cache_and_one_capture():
     assert torch.equal(*sampled)
 
 
+@pytest.mark.parametrize(
+    "how", [{"prompt_lookup_num_tokens": 2}, {"generation_config": {"use_cache": False}}, {"assistant_model": True}]
+)
+def test_generate_of_a_jitted_model_has_another_cache_where_that_is_asked_for(how):
+    model = model_of("llama", **FAMILIES["llama"])
+    if "generation_config" in how:
+        how = {"generation_config": transformers.GenerationConfig(**how["generation_config"], pad_token_id=0)}
+    if "assistant_model" in how:
+        how = {"assistant_model": model_of("llama", **FAMILIES["llama"])}
+    ids = torch.tensor([[5, 7, 11, 5, 7]])
+    wanted = model.generate(ids, max_new_tokens=8, do_sample=False, **how)
+    assert torch.equal(mycel.jit(model).generate(ids, max_new_tokens=8, do_sample=False, **how), wanted)
+
+
 def test_a_cache_is_written_in_place_where_it_lies():
     model = model_of("llama", **FAMILIES["llama"])
     fast, plain = mycel.jit(model), transformers.StaticCache(model.config, max_cache_len=16)

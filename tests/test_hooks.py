@@ -218,3 +218,38 @@ def test_what_hooks_keep_of_a_part_of_a_batch_is_refused_by_its_name():
     with pytest.raises(TrainError, match="or a hook of it, keeps in seen would be of a part of the batch\n  try"):
         step(*rows(0))
     assert not seen
+
+
+class Watched(nn.Module):
+    """Sets a hook on its first layer when it is first asked for what that gives, as transformers does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.taken = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5)), []
+
+    def forward(self, x, y):
+        if not getattr(self, "is_watched", False):
+            self.layers[0].register_forward_hook(lambda m, given, out: self.taken.append(out))
+            self.is_watched = True
+        self.taken.clear()
+        logits = self.layers(x)
+        hidden = tuple(self.taken)
+        self.taken.clear()
+        return nn.functional.cross_entropy(logits, y), hidden
+
+
+def test_a_hook_that_code_sets_is_set_by_calls_alone():
+    torch.manual_seed(0)
+    model, twin = Watched(), Watched()
+    twin.load_state_dict(model.state_dict())
+    x, y = torch.randn(4, 6), torch.randint(0, 5, (4,))
+    step = mycel.train_step(model, sgd()(model), outputs=True, accumulate=2, compile=False)
+    for _ in range(3):
+        loss, (_, (hidden,)) = step(x, y)
+        expected, (theirs,) = twin(x, y)
+        torch.testing.assert_close((loss, hidden), (expected.detach(), theirs.detach()))
+        model.load_state_dict(twin.state_dict())
+    fast, again = mycel.jit(Watched()), Watched()
+    for n in (2, 3):
+        assert len(fast.program(x[:n], y[:n]).results) == 2
+    assert len(fast(x, y)[1]) == len(fast(x, y)[1]) == len(again(x, y)[1]) == 1

@@ -406,3 +406,57 @@ def test_numbers_in_slots_are_numbers_of_the_program():
         assert model.seen.n == twin.seen.n
         assert math.isclose(model.seen.squares, twin.seen.squares, abs_tol=1e-12)
     assert len(run.entries) <= 3
+
+
+def once(m):
+    """A hook that takes itself away."""
+    handle = m.register_forward_hook(lambda module, given, out: (handle.remove(), out * 10)[1])
+    return m, lambda: [*m._forward_hooks]
+
+
+def taken(m):
+    """A dict that calls take a tensor and a number from, and whose order stays."""
+    held = {"a": 1, "x": torch.full((3,), 5.0), "n": 2.0, "z": 0}
+    return lambda x: m(x) * held.pop("x", 1.0) * held.pop("n", 3.0), lambda: [*held]
+
+
+def deleted(m):
+    """An attribute that is there at the first call alone."""
+
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.is_first = m, True
+
+        def forward(self, x):
+            if hasattr(self, "is_first"):
+                del self.is_first
+                return self.layer(x) * 7
+            return self.layer(x)
+
+    model = First()
+    return model, lambda: "is_first" in vars(model)
+
+
+def newest(m):
+    """A dict of which calls keep the last two items."""
+    held = {}
+
+    def f(x):
+        held[len(held) + sum(held)] = 1
+        if len(held) > 2:
+            held.pop(min(held))
+        return m(x) * sum(held)
+
+    return f, lambda: held
+
+
+@pytest.mark.parametrize("make", [once, taken, deleted, newest])
+def test_what_code_takes_out_is_taken_out_by_calls_alone(make):
+    m, x = nn.Linear(3, 3), torch.ones(1, 3)
+    (theirs, then), (ours, now) = make(copy.deepcopy(m)), make(m)
+    fast = mycel.jit(ours)
+    fast.program(x)
+    for _ in range(4):
+        torch.testing.assert_close(fast(x), theirs(x))
+        assert len(now()) == len(then()) if make is once else now() == then()

@@ -23,6 +23,7 @@ from mycel.capture.fence import is_library, refuse
 from mycel.capture.record import Traced
 from mycel.capture.state import (
     FUNCTIONS,
+    HOOKS,
     Attributes,
     ClassAttributes,
     Container,
@@ -85,7 +86,8 @@ def is_counter(old: Any, new: Any) -> bool:
 
 
 def changed_values(places: Reachable) -> Iterable[tuple[Container, Any, Any]]:
-    """Slots that hold another plain value than before, each once: the box, the key, the value."""
+    """Slots that hold another plain value than before, or a hook that the code has set, each once: the box, the key,
+    the value."""
     seen: set[Slot] = set()
     for box in places.boxes:
         now = contents(box.slots)
@@ -95,7 +97,7 @@ def changed_values(places: Reachable) -> Iterable[tuple[Container, Any, Any]]:
             old = box.old.get(key)
             if value is old or slot_of(box, key) in seen:
                 continue
-            if not is_static(value) and not _is_function_of(places, value, old):
+            if box.kind != HOOKS and not is_static(value) and not _is_function_of(places, value, old):
                 continue
             if key in box.old and type(value) is type(old) and value == old:
                 continue

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,12 @@ from mycel.capture.counters import CountedSlot, Slot, changed_values, place_of, 
 from mycel.capture.fence import refuse
 from mycel.capture.record import Traced
 from mycel.capture.state import (
+    GONE,
     Attributes,
     Container,
     Location,
     Reachable,
+    TakenOut,
     contents,
     is_static,
     is_there,
@@ -75,6 +77,17 @@ def rebound_slots(tracer: Tracer, places: Reachable, counted: Mapping[Slot, Coun
     return rebound
 
 
+def taken_out(places: Reachable) -> Iterator[tuple[Container, Any]]:
+    """Slots of dicts, hooks among them, that held something before and are gone, each once."""
+    seen: set[Slot] = set()
+    for box in places.boxes:
+        if isinstance(box.slots, dict) and is_there(box.inside):
+            for key in box.old:
+                if key not in box.slots and slot_of(box, key) not in seen:
+                    seen.add(slot_of(box, key))
+                    yield box, key
+
+
 def effects_of(
     tracer: Tracer, changes: list[ReboundSlot], structures: Structures
 ) -> tuple[list[tuple[Location, Tree]], list[Var], list[bool]]:
@@ -95,6 +108,9 @@ def effects_of(
         _guard_rebound(tracer.places, structures, change)
         values += change.values
         copies += change.copies
+    for box, key in taken_out(tracer.places):
+        place = place_of(box, key)
+        effects.append((replace(place, container=TakenOut(place.container)), Tree("static", GONE)))
     structures.settle()
     return effects, values, copies
 
@@ -152,6 +168,7 @@ def _guard_rebound(places: Reachable, structures: Structures, change: ReboundSlo
 def restore(places: Reachable) -> None:
     """Put back what slots held before: what they hold now is assigned after each call.  Objects without tensors, and
     what was added to lists, stay."""
+    gone = {slot_of(box, key) for box, key in taken_out(places)}
     rebound = {slot_of(box, key) for box, key, _ in changed_values(places)}
     for box in places.boxes:
         now = contents(box.slots)
@@ -163,8 +180,9 @@ def restore(places: Reachable) -> None:
         want = {
             k: v if v is box.old.get(k) or (stays(v) and slot_of(box, k) not in rebound) else box.old.get(k)
             for k, v in now.items()
-            if k in box.old or stays(v)
+            if k in box.old or (stays(v) and slot_of(box, k) not in rebound)
         }
+        want |= {k: v for k, v in box.old.items() if slot_of(box, k) in gone}
         if want.keys() != now.keys() or any(v is not now[k] for k, v in want.items()):
             put_back(box.slots, want)
 

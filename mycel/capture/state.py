@@ -24,7 +24,7 @@ import gc
 import logging
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -396,6 +396,8 @@ class Reachable:
                             Location(_join(path, key), kind, slots, key, inside)
                         )
             self._box(path, "attribute", vars(module), inside)
+            for kind in HOOK_KINDS:
+                self._box(_join(path, kind), HOOKS, vars(module)[kind], inside)
             keys = [k for k in vars(module) if k not in _MODULE_FIELDS]
             self._entries(path, vars(module), keys, "attribute", inside)
             for hook in _hooks_of(module):
@@ -469,6 +471,25 @@ class ClassAttributes:
         type.__delattr__(self.cls, key)
 
 
+GONE = object()
+
+
+class TakenOut:
+    """Slots of a dict that the code takes out: what is GONE is not there."""
+
+    def __init__(self, mapping: dict[Any, Any]) -> None:
+        self.mapping = mapping
+
+    def __getitem__(self, key: Any) -> Any:
+        return dict.__getitem__(self.mapping, key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if value is not GONE:
+            self.mapping[key] = value
+        elif key in self.mapping:
+            del self.mapping[key]
+
+
 class _GlobalName:
     """One name of a globals dict: functions may rebind the globals they name."""
 
@@ -480,7 +501,7 @@ def owner(slots: Any) -> Any:
     """What holds the slots of a box, or of a location."""
     if isinstance(slots, (_GlobalName, ClassAttributes)):
         return slots.names
-    return slots.mapping if isinstance(slots, _Held) else slots
+    return slots.mapping if isinstance(slots, (_Held, TakenOut)) else slots
 
 
 def contents(slots: Any) -> dict[Any, Any]:
@@ -518,12 +539,18 @@ def put_back(slots: Any, old: dict[Any, Any]) -> None:
         for key, value in old.items():
             if key not in now or now[key] is not value:
                 slots[key] = value
+        if type(slots) in (dict, OrderedDict) and old.keys() - now.keys():
+            for key in old:  # in the order they had
+                slots[key] = slots.pop(key)
+
+
+HOOKS = "hook"  # the kind of a box with hooks of a module
+HOOK_KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 def _hooks_of(module: torch.nn.Module) -> Iterator[Any]:
     """What calls of a module, and gradients of its own parameters, run besides."""
-    kinds = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-    for hooks in (*(vars(module).get(kind) for kind in kinds), *(p._backward_hooks for p in _own(module))):
+    for hooks in (*(vars(module)[kind] for kind in HOOK_KINDS), *(p._backward_hooks for p in _own(module))):
         yield from (hooks or {}).values()
 
 
