@@ -64,6 +64,7 @@ class Derived(Jit):
         return super().__call__(*args, **kwargs)
 
     def derived(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+        """The program of the derivative, for these arguments."""
         captured = capture_call(
             self.fn,
             args,

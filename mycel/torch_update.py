@@ -14,17 +14,17 @@ from collections.abc import Iterable
 import torch
 
 from mycel.errors import PlanError, TrainError, warn
-from mycel.optimizers import known_names
+from mycel.optimizers import known_names, paragraph
 from mycel.plan import Plan
 from mycel.wrapped_optimizer import name_of
 
 
 def warn_of_torch(optimizer: torch.optim.Optimizer, why: str) -> None:
     """Say once that this is slower, and why."""
+    known = f"\n  known     {', '.join(known_names())}" if paragraph(optimizer) is None else ""
     warn(
         f"{name_of(optimizer)} runs as it is, on gradients that the step returns: {why}; "
-        "an update inside of the program is faster\n"
-        f"  known     {', '.join(known_names())}",
+        f"an update inside of the program is faster{known}",
     )
 
 

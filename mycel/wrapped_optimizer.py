@@ -107,4 +107,5 @@ def _held(given: Any, depth: int) -> Iterator[torch.optim.Optimizer]:
 def name_of(optimizer: Any) -> str:
     """The class of an optimiser, as its user has it."""
     kind = type(optimizer.wrapper if isinstance(optimizer, WrappedOptimizer) else optimizer)
-    return f"{kind.__module__}.{kind.__qualname__}"
+    home = "torch.optim" if getattr(torch.optim, kind.__name__, None) is kind else kind.__module__
+    return f"{home}.{kind.__qualname__}"

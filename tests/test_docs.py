@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
+import inspect
 import re
 import runpy
 import shlex
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -108,13 +109,25 @@ def test_files_that_pages_show_are_there():
     assert shown and all((ROOT / re.fullmatch(r'--8<-- "(.+)"', line)[1]).is_file() for line in shown), shown
 
 
-def test_every_public_function_is_in_the_reference():
+def is_said(name: str, x: object) -> bool:
+    """Is an attribute of a class one of its methods or properties, for anyone to use?"""
+    return name[0] != "_" and isinstance(x, (types.FunctionType, property, classmethod, staticmethod))
+
+
+def test_every_public_name_is_in_the_reference():
+    """And says what it is, with all that it has: what says nothing is left out of the page."""
     listed = set(re.findall(r"^::: (\S+)", (ROOT / "docs" / "reference.md").read_text(), re.M))
-    public = {f"{home}.{name}" for name, home in mycel.HOME.items() if name.islower()} | {"mycel.comm", "mycel.errors"}
-    assert public <= listed, public - listed
-    for name in listed:
-        module, _, attribute = name.rpartition(".")
-        assert name in ("mycel.comm", "mycel.errors") or hasattr(importlib.import_module(module), attribute), name
+    public = {f"{home}.{name}" for name, home in mycel.HOME.items()}
+    assert listed == public | {"mycel.comm", "mycel.errors"}
+    things = [getattr(mycel, name) for name in mycel.__all__]
+    own = (x for x in vars(mycel.comm).values() if getattr(x, "__module__", "") == "mycel.comm")
+    things += [x for x in own if x.__name__[0] != "_"]
+    owned = [(x.__name__, x, "") for x in things if callable(x)]
+    for kind in [x for x in things if isinstance(x, type)]:
+        for base in (base for base in kind.__mro__ if base.__module__.startswith("mycel")):
+            said = ((name, x) for name, x in vars(base).items() if is_said(name, x))
+            owned += [(kind.__name__, getattr(x, "__func__", x), f".{name}") for name, x in said]
+    assert not [f"{name}{part}" for name, x, part in owned if not inspect.getdoc(x)]
 
 
 def test_the_search_of_the_site_fetches_nothing():

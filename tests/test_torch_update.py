@@ -225,6 +225,15 @@ def test_it_is_said_once():
     golden("told_as_it_is", str(caught[0].message))
 
 
+def test_of_an_optimiser_of_torchs_with_a_hook_it_is_said_which_hook_keeps_it_out():
+    pair = both(lambda: small(""), lambda m: torch.optim.SGD(trained(m), lr=0.1))
+    pair.optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.warns(UserWarning) as caught:
+        pair.step(**rows(0))
+    told = "torch.optim.SGD runs as it is, on gradients that the step returns: it has a hook on its step; "
+    assert [str(w.message) for w in caught] == [f"{told}an update inside of the program is faster"]
+
+
 class Sharpness(torch.optim.SGD):
     """Asks for a closure only when it steps."""
 

@@ -44,6 +44,7 @@ class Mesh:
 
     @property
     def axes(self) -> Axes:
+        """Their names, the outermost first."""
         return tuple(self._sizes)
 
     @property
@@ -67,6 +68,7 @@ class Mesh:
         return f"Mesh({', '.join(f'{k}={n}' for k, n in self._sizes.items())})"
 
     def sizes(self) -> dict[str, int]:
+        """How many ranks there are along each axis."""
         return dict(self._sizes)
 
     def count(self, axes: Axes) -> int:
@@ -74,6 +76,7 @@ class Mesh:
         return math.prod(self._sizes[a] for a in axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank is along each axis."""
         coordinates = {}
         for axis, n in reversed(self._sizes.items()):
             rank, coordinates[axis] = divmod(rank, n)

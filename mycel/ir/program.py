@@ -41,14 +41,17 @@ class Var:
     # What gradient rules may ask of a value, whether it is a tensor or a Var.
     @property
     def shape(self) -> tuple[int, ...]:
+        """The sizes of its dims."""
         return self.type.shape
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of its elements."""
         return self.type.dtype
 
     @property
     def ndim(self) -> int:
+        """Its number of dims."""
         return len(self.type.shape)
 
 
@@ -147,10 +150,12 @@ class Program:
 
     @property
     def main(self) -> Block:
+        """The block that a call runs."""
         return self.blocks[self.entry]
 
     @property
     def inputs(self) -> tuple[Var, ...]:
+        """What a call takes: arguments, parameters and other state, in their order."""
         return self.main.inputs
 
     @property

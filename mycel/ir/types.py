@@ -44,14 +44,17 @@ class Type:
 
     @property
     def ndim(self) -> int:
+        """Its number of dims."""
         return len(self.shape)
 
     @property
     def numel(self) -> int:
+        """Its number of elements."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
+        """The memory that its elements take."""
         return self.numel * self.dtype.itemsize
 
     def on(self, space: str) -> Type:

@@ -178,10 +178,12 @@ class Plan:
 
     @property
     def stage_count(self) -> int:
+        """How many stages the model is cut into; 1: it is whole."""
         return self.stages if isinstance(self.stages, int) else len(self.stages)
 
     @property
     def is_pipeline(self) -> bool:
+        """Is there more than one stage?"""
         return self.stage_count > 1
 
     def schedule_of(self, microbatches: int) -> PipelineSchedule:
@@ -429,6 +431,7 @@ class Plan:
 
     @property
     def residuals(self) -> Residuals:
+        """What of forward is kept for backward, and what is computed again."""
         return self._found(self.decided).residuals
 
     @property
@@ -443,6 +446,7 @@ class Plan:
 
     @property
     def budget(self) -> int | None:
+        """Bytes that a step was to stay below; None: no limit."""
         return self._found(self.predicted).budget
 
     def _found(self, part: Any) -> Any:
@@ -515,6 +519,7 @@ class Plan:
         return layout
 
     def activation_layout(self, name: str) -> Layout:
+        """The layout that the plan gives an activation."""
         return read_layout(self.activations[name], self.mesh, f"activations: {name}")
 
     def compressed(self) -> CompressedAxis | None:
