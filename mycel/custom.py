@@ -47,11 +47,11 @@ class CustomVjp:
 def custom_vjp(fn: Callable[..., Any]) -> CustomVjp:
     """A function whose gradient the user gives, in Mycel and under torch's autograd alike:
 
-    @mycel.custom_vjp
-    def f(x): ...
+        @mycel.custom_vjp
+        def f(x): ...
 
-    @f.backward
-    def _(g, y, x): return g * ...
+        @f.backward
+        def _(g, y, x): return g * ...
     """
     return CustomVjp(fn)
 
