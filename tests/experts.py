@@ -409,6 +409,15 @@ class Loop(nn.Module):
             y.index_add_(0, here // 2, expert(x[here // 2]) * weights.view(-1, 1)[here])
         return y
 
+    def counted_rows(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """As DeepSeek's models have it where they are not trained."""
+        order, counts = ids.view(-1).argsort(), F.one_hot(ids, len(self.experts)).sum((0, 1))
+        rows, done = [], 0
+        for expert, n in zip(self.experts, counts.cpu().numpy(), strict=True):
+            rows.append(expert(x[order // 2][done : done + n]))
+            done += n
+        return torch.zeros_like(x).index_add(0, order // 2, torch.cat(rows) * weights.view(-1, 1)[order])
+
     def full_experts(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """An expert takes two tokens."""
         first = torch.zeros(len(x), len(self.experts), dtype=x.dtype).scatter(1, ids, weights).max(dim=-1)[1]
@@ -443,8 +452,135 @@ class Loop(nn.Module):
                 y[mask] += weights[mask, 0, None] * expert(x[mask])
         return y
 
-    def some(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Tokens of little weight are left out: no layer that chooses by ids alone."""
+    def listed(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Experts in any order."""
+        y = torch.zeros_like(x)
+        for i in [2, 0, 1]:
+            token, place = torch.where(ids == i)
+            if token.numel():
+                y[token] += self.experts[i](x[token]) * weights[token, place, None]
+        return y
+
+    def dims_put(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Tokens in two dims, from the last expert to the first."""
+        x, weights, ids = (v.unflatten(0, (2, -1)) for v in (x, weights, ids))
+        y = torch.zeros_like(x)
+        for i in reversed(range(len(self.experts))):
+            row, token, place = torch.where(ids == i)
+            y[row, token] += weights[row, token, place, None] * self.experts[i](x[row, token])
+        return y.flatten(0, 1)
+
+    def dims_added(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        x, weights, ids = (v.unflatten(0, (2, -1)) for v in (x, weights, ids))
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            row, token, place = (ids == i).nonzero().unbind(1)
+            rows = expert(x[row, token]) * weights[row, token, place].unsqueeze(-1)
+            y.index_put_((row, token), rows, accumulate=True)
+        return y.flatten(0, 1)
+
+    def dims_columns(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        x, weights, ids = (v.unflatten(0, (2, -1)) for v in (x, weights, ids))
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            for j in range(2):
+                row, token = torch.where(ids[..., j] == i)
+                if len(row):
+                    y[row, token] += weights[row, token, j, None] * expert(x[row, token])
+        return y.flatten(0, 1)
+
+    def flat_ids(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Tokens follow from the places of choices."""
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            place = torch.where(ids.flatten() == i)[0]
+            token = place // ids.shape[1]
+            y.index_add_(0, token, expert(x[token]) * weights.flatten()[place, None])
+        return y
+
+    def own_sums(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """What each expert gives is put into zeros of its own, which are added."""
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            mine = torch.zeros_like(x)
+            mine[token] = expert(x[token]) * weights[token, place, None]
+            y += mine
+        return y
+
+    def own_stacked(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        mines = []
+        for i, expert in enumerate(self.experts):
+            token, place = torch.where(ids == i)
+            mines.append(torch.zeros_like(x).index_add(0, token, expert(x[token]) * weights[token, place, None]))
+        return torch.stack(mines).sum(0)
+
+    def own_weighed(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Weighed where they are tokens again."""
+        mines = []
+        for i, expert in enumerate(self.experts):
+            mask = (ids == i).any(-1)
+            mine = torch.zeros_like(x)
+            mine[mask] = expert(x[mask])
+            mines.append(mine * (weights * (ids == i)).sum(-1, keepdim=True))
+        return sum(mines)
+
+    def gates_asked(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The experts of a token are those with a weight."""
+        gates = torch.zeros(len(x), len(self.experts), dtype=x.dtype).scatter(1, ids, weights)
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            token = gates[:, i].nonzero(as_tuple=True)[0]
+            y.index_add_(0, token, expert(x[token]) * gates[token, i, None])
+        return y
+
+    def gates_asked_first(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The same with masks, of experts that have a token."""
+        gates = torch.zeros(len(x), len(self.experts), dtype=x.dtype).scatter(1, ids, weights)
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            mask = gates[:, i] > 0
+            if mask.any():
+                y[mask] += gates[mask, i].unsqueeze(-1) * expert(x[mask])
+        return y
+
+    def all_tokens(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Every expert gets every token, most of which have no weight."""
+        gates, y = torch.zeros(len(x), len(self.experts), dtype=x.dtype).scatter(1, ids, weights), 0
+        for i, expert in enumerate(self.experts):
+            y = y + gates[:, i : i + 1] * expert(x)
+        return y
+
+    def all_tokens_masked(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        x, weights, ids = (v.unflatten(0, (2, -1)) for v in (x, weights, ids))
+        y = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            for j in range(2):
+                y += (ids[..., j] == i).to(x.dtype).unsqueeze(-1) * weights[..., j, None] * expert(x)
+        return y.flatten(0, 1)
+
+    def two_choices(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The best, and the best of the others."""
+        gates = torch.zeros(len(x), len(self.experts), dtype=x.dtype).scatter(1, ids, weights)
+        first = gates.max(-1)
+        second, y = gates.scatter(1, first.indices[:, None], 0.0).max(-1), torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            for weight, chosen in (first, second):
+                token = torch.where(chosen == i)[0]
+                y[token] += weight[token, None] * expert(x[token])
+        return y
+
+    def full_kept(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Tokens for which their expert has no room stay as they are, as in tutorials on Switch Transformers."""
+        y, hot = x.clone(), F.one_hot(ids[:, 0], len(self.experts))
+        is_kept = ((hot.cumsum(0) * hot).sum(-1) - 1) < 2
+        for i, expert in enumerate(self.experts):
+            token = torch.where((ids[:, 0] == i) & is_kept)[0]
+            y[token] = expert(x[token]) * weights[token, 0, None]
+        return y
+
+    def little(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Choices of little weight are left out."""
         y = torch.zeros_like(x)
         for i, expert in enumerate(self.experts):
             token, place = torch.where((ids == i) & (weights > 0.4))

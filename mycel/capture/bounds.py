@@ -5,7 +5,8 @@ Enough to answer `torch.rand([]) < 0.0` (a layer that is never dropped) and to s
     uniform           0 < x < 1: that it is 0 at times (one in 2^24) is left out, for a rate of 0 is to mean never
     topk, argmax …    0 <= index < n
     reshape, cast …   as their operand
-    cat               as all of its operands
+    cat, stack        as all of their operands
+    x % n             0 <= x % n < n, of whole numbers
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def bounds(x: Any, producers: Mapping[Var, Eqn]) -> Bounds | None:
     name = eqn.op.name
     if name in _SAME:
         return bounds(eqn.inputs[0], producers)
-    if eqn.op is o.cat:
+    if eqn.op is o.remainder and isinstance(eqn.inputs[1], int) and eqn.inputs[1] > 0 and not x.dtype.is_floating_point:
+        return 0, eqn.inputs[1] - 1
+    if eqn.op in (o.cat, o.stack):
         known = [b for part in eqn.inputs if (b := bounds(part, producers)) is not None]
         is_all = len(known) == len(eqn.inputs)
         return (min(low for low, _ in known), max(high for _, high in known)) if is_all else None

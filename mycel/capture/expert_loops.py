@@ -5,38 +5,31 @@
         y.index_add_(0, token, expert(x[token]) * w[token, place, None])    y = experts(x, ids, w, up, down, gate=…)
 
 What is traced computes all rows for every expert, of which those count that chose it (`rows.py`): for each expert an
-arm that adds to y.  An arm is a layer's share if
-
-    its rows         are tokens at places of a mask; with the places that count replaced by all places, which are
-                     constants, all arms have the same rows and the same weights: those that differ do not count
-    its mask         is `ids == e`, or says less than that (an expert has a capacity), whatever it is made of: computed
-                     for ids that are all e, and for random ones
-    its expert       is a product, something on elements, a product; in all arms alike
-    ids              are from a topk, argmax or max over as many scores as there are arms: no token has an expert twice
-    its branch       is taken where its mask holds for a row, and else not (`if len(token)`), where it stands in one:
-                     all arms do, or none; experts that are passed over are said to be (`ops/expert_uses.py`)
-
-All else stays as it was traced.  Loops that write where a mask holds are in `expert_masks.py`.
+arm that adds to y (`expert_arms.py`).  Arms that follow each other are a layer where each has a row for each token and
+choice (`expert_places.py`), or one for each token (`expert_masks.py`).  All else stays as it was traced.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from mycel.capture.expert_masks import CHOICES, MaskedLoops
-from mycel.capture.expert_mlps import Mlp, weighed_mlp
-from mycel.ir import Atom, Block, Builder, Eqn, Op, Program, Var, call, cond, prune, substitute
+from mycel.capture.bounds import bounds
+from mycel.capture.expert_arms import Arm, Arms
+from mycel.capture.expert_masks import CHOICES, MaskedLayer, shaped
+from mycel.capture.expert_mlps import Mlp
+from mycel.capture.expert_places import PlacedLayer
+from mycel.ir import Atom, Block, Builder, Eqn, Op, Program, Var, call, cond, prune, substitute, walk
 from mycel.ops import o
 
 SMALL = 40  # equations: an expert has no more
-PROBES = 3  # random choices for which a mask is computed
+
+Values = dict[Var, Any]
 
 
 @dataclass(frozen=True)
@@ -48,55 +41,9 @@ class OpenBranch:
     other: Atom
 
 
-@dataclass(frozen=True)
-class Arm:
-    """One expert's share: `out` is `before`, with rows added of which `keep` says which count."""
-
-    out: Var
-    before: Var
-    keep: Var
-    tokens: torch.Tensor  # of all rows
-    mlp: Mlp
-    weight: Var | None  # None: 1
-    adds: bool  # to what is there; else it stands in its place
-    source: str  # where its rows are picked
-    branch: OpenBranch | None  # that it stands in
-
-    @property
-    def expert(self) -> tuple[Any, ...]:
-        """What arms of one layer have in common."""
-        return *self.mlp.kind, self.weight, self.adds, self.branch is None
-
-
-@dataclass(frozen=True)
-class Routed:
-    """What tokens choose, and how rows for all choices lie: a token's behind one another, or `by_choice` all first
-    choices first."""
-
-    ids: Var
-    tokens: int
-    by_choice: bool
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.tokens, self.ids.type.numel // self.tokens
-
-    def rows(self, x: torch.Tensor) -> torch.Tensor:
-        """A number for each token and choice, in the order of the rows."""
-        return (x.T if self.by_choice else x).reshape(-1)
-
-    def in_order(self, x: Var) -> Any:
-        """One for each row -> by token and choice."""
-        if not self.by_choice:
-            return shaped(x, self.shape)
-        return o.permute(shaped(x, self.shape[::-1]), dims=(1, 0))
-
-    def rows_in_order(self, x: Var) -> Any:
-        """Rows -> a token's choices behind one another."""
-        if not self.by_choice:
-            return x
-        by_choice = o.reshape(x, shape=(*self.shape[::-1], x.shape[-1]))
-        return o.permute(by_choice, dims=(1, 0, 2))
+def may_have_loops(program: Program) -> bool:
+    """Does something choose among others in it?"""
+    return any((eqn.op, i) in CHOICES for _, eqn in walk(program) for i in range(len(eqn.outputs)))
 
 
 def merged_loops(program: Program, differentiated: bool, recorded: bool) -> tuple[Program, set[str]]:
@@ -106,7 +53,7 @@ def merged_loops(program: Program, differentiated: bool, recorded: bool) -> tupl
     lines: set[str] = set()
     blocks = {}
     for name, block in program.blocks.items():
-        adds = any(eqn.op in (o.index_add, o.index_put, o.where, cond) for eqn in block.eqns)
+        adds = any(eqn.op in (o.index_add, o.index_put, o.where, o.mul, cond) for eqn in block.eqns)
         blocks[name] = Loops.merged_in(block, program.blocks, lines, skips) if adds else block
     return (prune(replace(program, blocks=blocks)), lines) if lines else (program, lines)
 
@@ -122,8 +69,7 @@ class Loops:
         self.same: dict[Atom, Atom] = {}
         self.by_value: dict[Any, Eqn] = {}
         self.producers: dict[Var, tuple[Eqn, int]] = {}
-        self.constants: dict[Var, torch.Tensor | None] = {}
-        self.choices: dict[Var, list[dict[Var, Any]]] = {}
+        self.constants: Values = {}
         for eqn in block.eqns:
             for one in self._inlined(eqn, blocks):
                 self._add(one)
@@ -207,34 +153,38 @@ class Loops:
 
     def constant(self, x: Any) -> torch.Tensor | None:
         """The value of what depends on nothing."""
-        if not isinstance(x, Var):
-            return None
-        if x not in self.constants:
-            eqn, i = self.producers.get(x, (None, 0))
-            self.constants[x] = None
-            if eqn is not None and eqn.op is not o.const and _is_known(eqn):
-                args = [self.constant(v) if isinstance(v, Var) else v for v in eqn.inputs]
-                if all(a is not None or v is None for a, v in zip(args, eqn.inputs, strict=True)):
-                    out = eqn.op.kernel(*args, **eqn.params)
-                    self.constants[x] = out[i] if isinstance(out, tuple) else out
-        return self.constants[x]
+        return self.evaluated(x, self.constants) if isinstance(x, Var) else None
 
-    def evaluated(self, x: Any, values: dict[Var, Any]) -> Any:
+    def evaluated(self, x: Any, values: Values) -> Any:
         """x for values of some variables, to which what is computed on the way is added; None if it depends on
         others."""
         if not isinstance(x, Var):
             return x
-        if x not in values:
-            eqn, i = self.producers.get(x, (None, 0))
-            values[x] = self.constant(x)
-            if values[x] is None and eqn is not None and eqn.inputs and _is_known(eqn):
-                args = [self.evaluated(v, values) for v in eqn.inputs]
-                if all(a is not None or v is None for a, v in zip(args, eqn.inputs, strict=True)):
-                    out = eqn.op.kernel(*args, **eqn.params)
-                    values[x] = out[i] if isinstance(out, tuple) else out
-        return values[x]
+        for eqn in self._needed(x, values) or ():
+            outs = eqn.op.kernel(*(values[v] if isinstance(v, Var) else v for v in eqn.inputs), **eqn.params)
+            for v, out in zip(eqn.outputs, outs if isinstance(outs, tuple) else (outs,), strict=True):
+                values.setdefault(v, out)
+        return values.get(x)
 
-    def again(self, x: Any, values: dict[Var, Any]) -> Any:
+    def _needed(self, x: Var, values: Values) -> list[Eqn] | None:
+        """The equations that give x for these values, in order; None if there are none."""
+        makers: dict[Var, Eqn] = {}
+        waiting = [x]
+        while waiting:
+            v = waiting[-1]
+            if v in values or v in makers:
+                waiting.pop()
+                continue
+            eqn = self.producers.get(v, (None, 0))[0]
+            if eqn is None or eqn.op is o.const or not _is_known(eqn):
+                return None
+            missing = [u for u in eqn.vars if u not in values and u not in makers]
+            waiting += missing
+            if not missing:
+                makers.update(dict.fromkeys(eqn.outputs, eqn))
+        return [eqn for v, eqn in makers.items() if v is eqn.outputs[0]]
+
+    def again(self, x: Any, values: Values) -> Any:
         """x with some variables replaced by others."""
         if not isinstance(x, Var):
             return x
@@ -270,21 +220,31 @@ class Loops:
 
     def merged(self, lines: set[str]) -> Block:
         """The block with its loops as operators; as it was, where there is none."""
-        arms = {arm.out: arm for eqn in list(self.eqns) if (arm := self.arm(eqn)) is not None}
-        uses = Counter(v for e in self.eqns for v in set(e.vars)) + Counter(
-            v for v in self.outputs if isinstance(v, Var)
-        )
-        last = {arm.before for arm in arms.values()}
         done = False
-        for arm in [a for a in arms.values() if a.out not in last]:
-            chain = [arm]
-            while chain[0].before in arms:
-                chain.insert(0, arms[chain[0].before])
-            done |= self._merge(chain, uses, lines)
-        done |= MaskedLoops(self).merge(lines)
+        for chain in Arms(self).chains():
+            y = self._written(chain)
+            if y is not None:
+                done, self.same[chain[-1].out] = True, y
+                lines.update(arm.source for arm in chain)
         if not done:
             return self.block
         return Block(self.block.inputs, tuple(self._used()), self.outputs)
+
+    def _written(self, chain: list[Arm]) -> Any:
+        """The layer that a chain of arms is, or the layers: one for each of their weights (the first choices, the
+        second); None where it is none."""
+        y = PlacedLayer(self).written(chain) or MaskedLayer(self).written(chain) if len(chain) > 1 else None
+        if y is not None or not chain[0].adds:
+            return y
+        layers: dict[Any, list[Arm]] = {}
+        for arm in chain:
+            layers.setdefault(arm.weight, []).append(arm)
+        before: Any = chain[0].before
+        for arms in layers.values() if 1 < len(layers) < len(chain) else ():
+            y = before = self._written([replace(arms[0], before=before), *arms[1:]])
+            if y is None:
+                return None
+        return y
 
     @property
     def outputs(self) -> tuple[Atom, ...]:
@@ -320,187 +280,76 @@ class Loops:
                     done.update(ready.outputs)
                     yield ready
 
-    def arm(self, eqn: Eqn) -> Arm | None:
-        """An equation that adds an expert's rows."""
-        if eqn.op is o.index_add and eqn.params.get("dim") == 0:
-            before, index, added = eqn.inputs[:3]
-            covered = self.of(added, o.where)
-            if covered is None or covered.inputs[2] != 0:
-                return None
-            return self._arm(eqn.outputs[0], before, index, covered.inputs[0], covered.inputs[1], True)
-        put = self.of(eqn.inputs[0], o.index_put) if eqn.op is o.slice and eqn.inputs else None
-        padded = self.of(put.inputs[0], o.pad) if put is not None and put.params.get("at") == (0,) else None
-        if put is None or padded is None:
-            return None
-        rows: Any = put.inputs[1]
-        where, total = self.of(put.inputs[2], o.where), self.of(self.plain(rows), o.add)
-        if where is None:
-            return None
-        adds = False
-        for before, new in (total.inputs, total.inputs[::-1]) if total is not None else ():
-            old = self.of(before, o.index)
-            if old is None or old.inputs[0] != padded.inputs[0]:
-                continue
-            if self.plain(old.inputs[1]) != self.plain(where.inputs[1]):
-                return None
-            rows, adds = new, True
-            break
-        return self._arm(eqn.outputs[0], padded.inputs[0], where.inputs[1], where.inputs[0], rows, adds)
+    def held(self, arm: Arm, values: Values) -> tuple[torch.Tensor, bool] | None:
+        """Where an arm's mask may hold for some choices, and whether it does; None where it depends on others, or the
+        branch around it asks something else than whether it holds."""
+        mask = self.evaluated(arm.keep, values)
+        if mask is not None:
+            return (mask.reshape(-1) != 0, True) if self._is_taken(arm, mask, values) else None
+        known, is_taken = self._known_parts(arm.keep, values), arm.branch is None
+        for more in self._with_weights(arm.keep, values):
+            mask = self.evaluated(arm.keep, more)
+            if mask is not None:
+                known, is_taken = mask.reshape(-1) != 0 if known is None else known, self._is_taken(arm, mask, more)
+                break
+        return (known, False) if known is not None and is_taken else None
 
-    def _arm(self, out: Var, before: Any, index: Any, lane: Any, rows: Any, adds: bool) -> Arm | None:
-        index, keep = self.plain(index), self.plain(lane)
-        columns = self.of(index, o.unbind, o.select)
-        chosen = self.of(self.plain(columns.inputs[0] if columns is not None else index), o.where)
-        if chosen is None or not isinstance(before, Var) or self.flat(chosen.inputs[0]) != self.flat(keep):
-            return None
-        places, branch = chosen.inputs[1], self.branches.get(out)
-        if self.constant(places) is None or (branch is not None and self.plain(branch.other) != self.plain(before)):
-            return None
-        values = {chosen.outputs[0]: places}
-        tokens = self.constant(self.again(index, values))
-        rows = self.plain(self.again(rows, values))
-        if tokens is None or out.ndim != 2:
-            return None
-        weighed = weighed_mlp(self, rows, tokens.numel())
-        if weighed is None:
-            return None
-        flat = self.flat(keep)
-        return Arm(out, before, flat, tokens.reshape(-1), *weighed, adds, chosen.source, branch)
-
-    def flat(self, mask: Any) -> Any:
-        """A mask without what only tells whether numbers are not zero."""
-        mask = self.plain(mask)
-        ne = self.of(mask, o.ne)
-        return self.plain(ne.inputs[0]) if ne is not None and ne.inputs[1] == 0 else mask
-
-    # -- all of them
-
-    def _merge(self, chain: list[Arm], uses: Counter[Var], lines: set[str]) -> bool:
-        """Arms that add to each other -> one operator, where they are a layer of experts."""
-        first, last = chain[0], chain[-1]
-        is_put = self.producers[last.out][0].op is not o.index_add
-        reads = 2 if is_put and last.adds else 1  # y[token] += … reads y as well
-        if len(chain) < 2 or any(uses[arm.out] != reads for arm in chain[:-1]):
-            return False
-        if any(arm.expert != first.expert for arm in chain):
-            return False
-        tokens = last.out.shape[0]
-        routed = self.routed(first, tokens, len(chain))
-        if routed is None or first.mlp.x.type.numel != routed.ids.type.numel * first.mlp.x.shape[-1]:
-            return False
-        masks = [self.mask_of(arm, e, routed, len(chain)) for e, arm in enumerate(chain)]
-        all_count = "some" not in masks
-        if "" in masks or not (first.adds or (all_count and routed.shape[1] == 1)):  # each row is written once
-            return False
-        self._write(chain, self.tokens_of(first, tokens), routed, all_count)
-        lines.update(arm.source for arm in chain)
-        return True
-
-    def routed(self, arm: Arm, tokens: int, experts: int) -> Routed | None:
-        """What the first arm's mask compares."""
-        waiting, seen = [arm.keep], set[Var]()
+    def _known_parts(self, keep: Var, values: Values) -> torch.Tensor | None:
+        """Where those masks hold that are known, of the masks that a mask is made of."""
+        waiting: list[Any] = [keep]
+        known = []
         while waiting:
-            x = waiting.pop(0)
-            if x in seen:
-                continue
-            seen.add(x)
-            if x.dtype == torch.int64 and x.type.numel == len(arm.tokens) and self._is_chosen(x, experts):
-                both = (Routed(x, tokens, by_choice) for by_choice in (False, True))
-                return next((r for r in both if self.mask_of(arm, 0, r, experts)), None)
-            eqn = self.producers.get(x, (None, 0))[0]
-            waiting += eqn.vars if eqn is not None else ()
-        return None
+            part = self.plain(waiting.pop())
+            mask, both = self.evaluated(part, values), self.of(part, o.logical_and, o.bitwise_and)
+            if mask is not None:
+                known.append(mask.reshape(-1))
+            elif both is not None and part.dtype == torch.bool:
+                waiting += [x for x in both.inputs if isinstance(x, Var) and x.type.numel == part.type.numel]
+        return torch.stack(known).all(0) if known else None
 
-    def _is_chosen(self, x: Var, experts: int) -> bool:
-        """Are these positions of the largest of so many scores?"""
-        eqn, i = self.producers.get(self.plain(x), (None, 0))
-        if eqn is None or (eqn.op, i) not in CHOICES:
-            return False
-        scores: Any = eqn.inputs[0]
-        return bool(scores.shape[-1] == experts and eqn.params.get("dim") == scores.ndim - 1)
+    def _with_weights(self, keep: Var, values: Values) -> Iterator[Values]:
+        """Choices, and random weights of them."""
+        numel = next(iter(values)).type.numel
+        for table in self.made_of(keep):
+            if table.type.numel == numel and table.dtype.is_floating_point:
+                numbers = torch.randn(table.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+                yield {**values, table: numbers.to(table.dtype)}
 
-    def mask_of(self, arm: Arm, e: int, routed: Routed, experts: int) -> str:
-        """Does an arm's mask say which choices are e ("all"), or which of these count ("some")?  Empty: neither."""
-        if not torch.equal(arm.tokens, routed.rows(torch.arange(routed.tokens)[:, None].expand(*routed.shape))):
-            return ""
-        which = "all"
-        ids = [*extreme_choices(tuple(routed.ids.shape), e, experts)]
-        for values in [*({routed.ids: x} for x in ids), *self.random_choices(routed.ids, experts)]:
-            mask, hit = self.evaluated(arm.keep, values), routed.rows(values[routed.ids].reshape(routed.shape)) == e
-            if mask is None or ((counts := mask.reshape(-1) != 0) & ~hit).any() or (hit.any() and not counts.any()):
-                return ""
-            if not self.is_taken(arm.branch, counts, values):
-                return ""
-            which = which if torch.equal(counts, hit) else "some"
-        return which
-
-    def is_taken(self, branch: OpenBranch | None, rows: torch.Tensor, values: dict[Var, Any]) -> bool:
-        """Is a branch taken where there are rows, and there alone, for these choices?"""
-        if branch is None:
+    def _is_taken(self, arm: Arm, rows: torch.Tensor, values: Values) -> bool:
+        """Is its branch taken where an arm has rows, and there alone, for these choices?"""
+        if arm.branch is None:
             return True
-        test = self.evaluated(branch.test, values)
-        return test is not None and (bool(test) == branch.holds) == bool(rows.any())
+        test = self.evaluated(arm.branch.test, values)
+        return test is not None and (bool(test) == arm.branch.holds) == bool(rows.any())
 
-    def random_choices(self, ids: Var, experts: int) -> list[dict[Var, Any]]:
-        """Values of ids, the same for all arms, which share what is computed of them."""
-        if ids not in self.choices:
-            g = torch.Generator().manual_seed(0)
-            self.choices[ids] = [{ids: torch.randint(experts, tuple(ids.shape), generator=g)} for _ in range(PROBES)]
-        return self.choices[ids]
+    def made_of(self, x: Any) -> Iterator[Var]:
+        """A value and what it is computed of, nearest first."""
+        waiting, seen = [x], set[Any]()
+        while waiting:
+            v = waiting.pop(0)
+            if v in seen or not isinstance(v, Var):
+                continue
+            seen.add(v)
+            yield v
+            waiting += self.producers[v][0].vars if v in self.producers else ()
 
-    def tokens_of(self, arm: Arm, tokens: int) -> Var | None:
-        """The tokens of which an arm's rows are: all of them, in order."""
-        picked = self.of(arm.mlp.x, o.index)
-        if picked is None or len(picked.params["at"]) != 1:
-            return None
-        source: Any = picked.inputs[0]
-        at, (dim,) = self.constant(picked.inputs[1]), picked.params["at"]
-        if at is None or not torch.equal(at.reshape(-1), arm.tokens) or source.ndim < 2:
-            return None
-        others = [n for d, n in enumerate(source.shape[:-1]) if d != dim]
-        is_all = source.shape[dim] == tokens and all(n == 1 for n in others)
-        return source if is_all else None
+    def bounds(self, x: Var) -> tuple[Any, Any] | None:
+        return bounds(x, {v: eqn for v, (eqn, _) in self.producers.items()})
 
-    def all_weights(self, arm: Arm, routed: Routed) -> Var | None:
-        """The weights of which an arm picks each choice's, where it picks all of them in order."""
-        picked = self.of(self.plain(arm.weight), o.index)
-        weights: Any = self.plain(picked.inputs[0]) if picked is not None else None
-        if picked is None or picked.params["at"] != (0, 1) or weights.type.numel != len(arm.tokens):
-            return None
-        at = [self.constant(x) for x in picked.inputs[1:]]
-        wanted = [arm.tokens, routed.rows(torch.arange(routed.shape[1]).expand(*routed.shape))]
-        is_all = all(x is not None and torch.equal(x.reshape(-1), y) for x, y in zip(at, wanted, strict=True))
-        return weights if is_all else None
+    def is_zero(self, x: Any) -> bool:
+        """Zero, or zeros?"""
+        full = self.of(self.plain(x), o.full)
+        return x == 0 if not isinstance(x, Var) else full is not None and full.inputs[0] == 0
 
-    def _write(self, chain: list[Arm], x: Var | None, routed: Routed, all_count: bool) -> None:
-        """The operator in the place of the last arm; where experts get more than their tokens (x: None), each choice is
-        a row of its own."""
-        first, last = chain[0], chain[-1]
-        with self.writing(last.out):
-            weights = self.weights_of(first, routed)
-            ids, more = shaped(routed.ids, routed.shape), {}
-            if not all_count:
-                ids = o.where(routed.in_order(_any([arm.keep for arm in chain])), ids, len(chain))
-                more = {"elsewhere": 1}
-            mlps, skips = [arm.mlp for arm in chain], first.branch is not None
-            if x is not None:
-                y = self.layer(mlps, x, ids, weights, skips, **more)
-            else:
-                n = routed.ids.type.numel
-                rows = routed.rows_in_order(first.mlp.x)
-                each = self.layer(mlps, rows, shaped(ids, (n, 1)), shaped(weights, (n, 1)), skips, **more)
-                y = o.sum(o.reshape(each, shape=(*routed.shape, each.shape[1])), dims=(1,))
-            start = self.of(first.before, o.full)
-            is_new = not first.adds or (start is not None and start.inputs[0] == 0)
-            y = y if is_new else o.add(first.before, y)
-        self.same[last.out] = y
-
-    def weights_of(self, arm: Arm, routed: Routed) -> Any:
-        """By token and choice."""
-        if arm.weight is None:
-            return o.full(1.0, shape=routed.shape, dtype=arm.mlp.x.dtype)
-        weights = self.all_weights(arm, routed)
-        return routed.in_order(arm.weight) if weights is None else shaped(weights, routed.shape)
+    def added(self, chain: list[Arm], y: Any, counts: Any) -> Any:
+        """What a chain of arms gives: what it began with and a layer's result, or that in its place, of tokens that
+        count; None: all."""
+        shape = tuple(chain[-1].out.shape)
+        before, y = chain[0].before, shaped(y, shape)
+        before = shaped(before, shape) if isinstance(before, Var) else before
+        if not chain[0].adds:
+            return y if counts is None else o.where(shaped(counts, (*shape[:-1], 1)), y, before)
+        return y if self.is_zero(before) else o.add(before, y)
 
     @contextlib.contextmanager
     def writing(self, place: Var) -> Iterator[None]:
@@ -549,31 +398,6 @@ class Loops:
         if places and whole.shape[0] == len(parts) and places == [(whole, 0, i) for i in range(len(parts))]:
             return whole
         return op(*parts, dim=0)
-
-
-def extreme_choices(shape: tuple[int, ...], e: int, experts: int) -> Iterator[torch.Tensor]:
-    """Choices that are all of expert e, none of them, one alone, and half of them: what asks how many there are differs
-    here."""
-    yield torch.full(shape, e)
-    yield torch.full(shape, (e - 1) % experts)
-    alone = torch.full(shape, (e - 1) % experts)
-    alone.view(-1)[0] = e
-    yield alone
-    g = torch.Generator().manual_seed(e)
-    yield torch.randint(experts, shape, generator=g).where(torch.rand(shape, generator=g) < 0.5, e)
-
-
-def shaped(x: Var, shape: tuple[int, ...]) -> Any:
-    return x if tuple(x.shape) == shape else o.reshape(x, shape=shape)
-
-
-def _any(masks: list[Var]) -> Any:
-    """Where one of the masks holds, of booleans or numbers."""
-    total = None
-    for mask in masks:
-        holds = mask if mask.dtype == torch.bool else o.ne(mask, 0)
-        total = holds if total is None else o.logical_or(total, holds)
-    return total
 
 
 def _is_known(eqn: Eqn) -> bool:

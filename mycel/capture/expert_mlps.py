@@ -78,7 +78,7 @@ class Hidden:
         if eqn is None or len(eqn.outputs) > 2 or eqn.op.vjp is None:
             return None
         h: Any = eqn.inputs[0] if eqn.op in (o.split, o.slice) else None
-        part = parts_of(eqn, h) if h is not None and h.ndim == 2 else None
+        part = parts_of(eqn, h) if h is not None and h.ndim > 1 else None
         if part is not None:
             product = product_of(self.loops, h)
             return None if product is None else self._letter(self.loops.plain(h), product, part[1], part[0][x])

@@ -289,8 +289,8 @@ def is_on_elements(eqn: Eqn) -> bool:
 
 def parts_of(eqn: Eqn, h: Var) -> tuple[dict[Var, str], str] | None:
     """The parts of a row that an equation gives: its halves, its even or odd elements."""
-    p, n = eqn.params, h.shape[1]
-    if not eqn.inputs or eqn.inputs[0] != h or p.get("dim") != 1:
+    p, n = eqn.params, h.shape[-1]
+    if not eqn.inputs or eqn.inputs[0] != h or p.get("dim") != h.ndim - 1:
         return None
     if eqn.op is o.split and tuple(p["sizes"]) == (n // 2, n // 2):
         return dict(zip(eqn.outputs, "ab", strict=True)), "halves"

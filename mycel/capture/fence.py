@@ -193,7 +193,7 @@ def refuse_read(name: str, source: str = "", routed: bool = False) -> CaptureErr
             "keep it a tensor (0-dim tensors index, compare and multiply), or compute it outside and pass it as an "
             "argument"
         )
-        hint = EXPERTS + hint if routed and name in ("item", "tolist", "__int__", "__index__") else hint
+        hint = EXPERTS + hint if routed and name not in ("__format__", "__repr__") else hint
     what = f"{READS[name]} a traced tensor, whose value is not known while the program is captured"
     return refuse(what, hint, source)
 

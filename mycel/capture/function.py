@@ -20,6 +20,7 @@ from mycel.capture.arguments import (
     input_roles,
     trace_arguments,
 )
+from mycel.capture.copied_weights import warn_of_copies
 from mycel.capture.counters import (
     CHANGES,
     Slot,
@@ -29,7 +30,7 @@ from mycel.capture.counters import (
     refuse_counters,
 )
 from mycel.capture.counters import MOST as MOST_CHANGES
-from mycel.capture.expert_loops import merged_loops
+from mycel.capture.expert_loops import may_have_loops, merged_loops
 from mycel.capture.facts import CHANGING, Facts
 from mycel.capture.fence import opened, refuse, refuse_read
 from mycel.capture.hooks import hook_parameters
@@ -301,11 +302,12 @@ def _capture(
     if len(blocks["main"].inputs) > len(names):
         roles[blocks["main"].inputs[-1].name] = Role("key")
     program = check(prune(Program(blocks, "main", tuple(names[v] for v in updates), tracer.consts, roles)))
-    if tracer.picks_rows:
+    if tracer.picks_rows or may_have_loops(program):
         program, merged = merged_loops(program, differentiated, tracer.grad_mode)
         program = check(program)
         for line in sorted(tracer.expert_loops - merged):
             warn_of_experts(line)
+        warn_of_copies(program)
     return Captured(
         program,
         tree,
