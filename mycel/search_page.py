@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mycel.candidates import Answer, Candidate
-from mycel.ir import Eqn, Mesh, Program, Type, host_held, lifetimes, read_layout
-from mycel.plan import Times
-from mycel.plan.clock import size
+from mycel.ir import DEVICE, Eqn, Mesh, Program, Type, host_held, lifetimes, read_layout
+from mycel.plan import Times, travels
+from mycel.plan.clock import COMPUTE, ON_HOST, Event, size
 from mycel.schedule_page import schedule_section
 from mycel.search import Detail
 from mycel.search_text import ROW_HEAD, row
@@ -21,9 +21,12 @@ from mycel.sizes import shown, span
 
 WIDTH, ROW, GAP = 1100, 26, 6  # of pictures, in pixels
 SMALLEST = 0.35  # pixels: what is thinner is drawn with its neighbours
-COLORS = {"forward": "#4c78a8", "backward": "#f58518", "update": "#54a24b", "message": "#b279a2"}
+COLORS = {
+    "forward": "#4c78a8", "backward": "#f58518", "update": "#54a24b", "message": "#b279a2", "copy": "#72b7b2",
+}  # fmt: skip
 CUTS = ("#dbe7f3", "#fde3c8", "#dcefd9", "#ecdff0", "#fbd9d7")  # parts of a parameter
 AT_PEAK = 12  # values that are named
+STAYS = {"parameter": "parameters", "buffer": "buffers", "state": "optimiser state", "batch": "the batch"}
 STYLE = """
 body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1340px; padding: 0 1rem; color: #222; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
@@ -59,11 +62,11 @@ def page(answer: Answer, detail: Detail | None, top: int = 20) -> str:
             f"<h2>A step of {_text(best.shape)}</h2>",
             f'<p class="quiet">{_text(detail.what)}</p>' if detail.what else "",
             schedule_section(detail.schedule, "Schedule") if detail.schedule is not None else "",
-            _key(),
             _timeline(detail.times),
             "<h2>Memory of a device over the step</h2>",
-            _memory(detail.times, detail.program),
+            device_memory(detail.times, detail.program),
             host_memory(detail.times, detail.program),
+            between(detail.times, detail.program),
             "<h2>Parameters</h2>",
             _parameters(best, detail),
         ]
@@ -84,19 +87,20 @@ def _table(answer: Answer, top: int) -> str:
     return f'<div class="scroll"><table><tr>{heads}</tr>{"".join(lines)}</table></div>'
 
 
-def _key() -> str:
-    return '<p class="key">' + "".join(f'<span style="background:{c}"></span>{k}' for k, c in COLORS.items()) + "</p>"
+def _key(kinds: Iterable[str]) -> str:
+    return '<p class="key">' + "".join(f'<span style="background:{COLORS[k]}"></span>{k}' for k in kinds) + "</p>"
 
 
 # -- the step on its streams
 
 
 def _timeline(times: Times) -> str:
-    boxes: dict[str, list[Box]] = {name: [] for name in times.totals}
+    """A row for each stream that has something to do, with a key."""
+    events: dict[str, list[Box]] = {name: [] for name in times.totals}
     for event in times.events():
-        kind = event.eqn.phase if event.stream == "compute" else "message"
-        text = f"{event.eqn.op.name} {event.eqn.line}".strip()
-        boxes[event.stream].append(Box(event.start, event.end, COLORS[kind], text))
+        events[event.stream].append(Box(event.start, event.end, COLORS[_kind(event)], _what(event)))
+    boxes = {name: stretches for name, stretches in events.items() if stretches}
+    drawn = {b.color for stretches in boxes.values() for b in stretches}
     scale = (WIDTH - 90) / max(times.seconds, 1e-12)
     rows = []
     for k, (name, stretches) in enumerate(boxes.items()):
@@ -104,7 +108,23 @@ def _timeline(times: Times) -> str:
         rows.append(f'<text x="0" y="{y + ROW * 0.65:.0f}">{_text(name)}</text>')
         rows += [_box(b, y, scale) for b in _merged(stretches, SMALLEST / scale)]
     height = len(boxes) * (ROW + GAP) + 24
-    return _svg(height, [*rows, *_ticks(times.seconds, scale, height)])
+    key = _key(kind for kind, color in COLORS.items() if color in drawn)
+    return key + _svg(height, [*rows, *_ticks(times.seconds, scale, height)])
+
+
+def _kind(event: Event) -> str:
+    if event.eqn.op.transfers:
+        return "copy"
+    return event.eqn.phase if event.stream in (COMPUTE, ON_HOST) else "message"
+
+
+def _what(event: Event) -> str:
+    """In words, for who points at it."""
+    eqn = event.eqn
+    if eqn.op.transfers:
+        v = next(eqn.vars)
+        return f"{v.name}, {shown(v.type.bytes)}, {event.stream}"
+    return f"{eqn.op.name} {eqn.line}".strip()
 
 
 def _box(b: Box, y: float, scale: float) -> str:
@@ -145,7 +165,8 @@ def _svg(height: int, inside: Sequence[str], width: int = WIDTH) -> str:
 # -- memory
 
 
-def _memory(times: Times, program: Program) -> str:
+def device_memory(times: Times, program: Program) -> str:
+    """What lies on the device, and the largest values of its peak."""
     curve = times.curve()
     where = max(curve, key=lambda point: point[1])[2] if curve else 0
     rows = "".join(
@@ -153,11 +174,11 @@ def _memory(times: Times, program: Program) -> str:
         for name, t, n, line in _alive(program, where)
     )
     head = "<tr><th>value</th><th>type</th><th>bytes</th><th>made at</th></tr>"
-    between = (
-        f'<p class="quiet">Dashed: parameters, state and batch, {shown(times.held)}. At the peak besides these:</p>'
-    )
+    roles = {program.role(v).kind for v in program.inputs if v.type.space == DEVICE and v.type.ndim}
+    stays = ", ".join(word for kind, word in STAYS.items() if kind in roles)
+    text = f'<p class="quiet">Dashed: {stays}, {shown(times.held)}. At the peak besides these:</p>'
     table = f'<div class="scroll"><table>{head}{rows}</table></div>'
-    return _over_time([(t, held) for t, held, _ in curve], times.held, times.seconds) + between + table
+    return _over_time([(t, held) for t, held, _ in curve], times.held, times.seconds) + text + table
 
 
 def host_memory(times: Times, program: Program) -> str:
@@ -167,6 +188,17 @@ def host_memory(times: Times, program: Program) -> str:
         return ""
     text = f'<p class="quiet">Dashed: optimiser state and parameters that live there, {shown(held)}.</p>'
     return "<h2>Memory of the host over the step</h2>" + _over_time(curve, held, times.seconds) + text
+
+
+def between(times: Times, program: Program) -> str:
+    """What leaves the device and comes back, the largest first, where anything does."""
+    assert times.clock is not None
+    trips = sorted(travels(program, times.clock, times.compiled), key=lambda trip: -trip.value.type.bytes)
+    if not trips:
+        return ""
+    rows = "".join(f"<li>{_text(trip)}</li>" for trip in trips[:AT_PEAK])
+    waiting = f"{len(trips)} values, the largest first; hidden: computing does not wait for its copies."
+    return f'<h2>Between device and host</h2><p class="quiet">{waiting}</p><ul>{rows}</ul>'
 
 
 def _over_time(curve: Sequence[tuple[float, int]], held: int, seconds: float) -> str:
@@ -190,14 +222,14 @@ def _over_time(curve: Sequence[tuple[float, int]], held: int, seconds: float) ->
 
 
 def _alive(program: Program, at: int) -> list[tuple[str, Type, int, str]]:
-    """The largest values of the entry that are alive at an equation."""
+    """The largest values of the entry that are on the device at an equation, or on their way to it."""
     eqns: Sequence[Eqn] = program.main.eqns
-    rows = [
-        (v.name, v.type, size(v), eqns[first].line)
-        for v, (first, last) in lifetimes(program.main).items()
-        if 0 <= first <= at <= last
+    coming = {next(e.vars): e.outputs[0] for e in eqns if e.op.transfers and not e.op.effect}  # by token
+    there = [
+        (coming.get(v, v), first) for v, (first, last) in lifetimes(program.main).items() if 0 <= first <= at <= last
     ]
-    return sorted(rows, key=lambda x: -x[2])[:AT_PEAK]
+    rows = {v.name: (v.name, v.type, size(v), eqns[i].line) for v, i in there if v.type.space == DEVICE}
+    return sorted(rows.values(), key=lambda x: -x[2])[:AT_PEAK]
 
 
 # -- parameters

@@ -5,6 +5,7 @@ import copy
 import itertools
 import math
 import random
+import re
 from dataclasses import replace
 
 import pytest
@@ -28,11 +29,11 @@ from mycel.ir.arena import packed
 from mycel.offloading import Mover, Spaces, Way
 from mycel.ops import o
 from mycel.parts import ShardedModel
-from mycel.plan import AUTO, CPU, KINDS, Clock, Copies, Offload, absences, clock
+from mycel.plan import AUTO, CPU, KINDS, Clock, Copies, Offload, absences, clock, travels
 from mycel.planning import Task, planned
 from mycel.run import host_space, interpret, load, simulate
 from mycel.run.simulate import spread_out
-from mycel.search_page import host_memory
+from mycel.search_page import between, device_memory, host_memory
 
 HOST_STATE = {"activations": "host", "optimizer": "host"}
 EVERYTHING = dict.fromkeys(KINDS, "host")
@@ -113,8 +114,12 @@ def test_a_page_draws_what_lies_on_the_host():
     times, size = clock(program, CPU), 64 * 64 * 4
     assert [held for _, held in times.host_curve()] == [size, *[2 * size] * 7, *[size] * 6], "from begin to last use"
     assert "Memory of the host" in host_memory(times, program) and "16.00 KiB" in host_memory(times, program)
+    on_device = device_memory(times, program)
+    assert "Dashed: the batch, 16.00 KiB" in on_device and "<td>a2</td>" in on_device
+    assert "host(" not in on_device and "<td>u</td>" not in on_device, "no value of the host, no copy"
+    assert "2 values" in between(times, program) and "<li>s: 16.00 KiB, lives there" in between(times, program)
     plain = Program.parse("def main(x: f32[4,4]):\n  a: f32[4,4] = matmul(x, x)\n  return a\n")
-    assert host_memory(clock(plain, CPU), plain) == ""
+    assert host_memory(clock(plain, CPU), plain) == between(clock(plain, CPU), plain) == ""
 
 
 @pytest.mark.parametrize(
@@ -134,6 +139,16 @@ def test_the_checker_knows_where_values_lie(line, wrong):
     assert line in TEXT
     with pytest.raises(IRError):
         Program.parse(TEXT.replace(line, wrong))
+
+
+def test_a_trip_says_how_long_a_value_is_away():
+    """What lives on the host, from when it has left to when it comes in the next step."""
+    timer, program = Clock(CPU, moves=True), Program.parse(TEXT)
+    trips = {trip.value.name: trip for trip in travels(program, timer)}
+    a, s, step_s = trips["a"], trips["s"], timer.spans(program, "main")[-1][1]
+    assert s.home and math.isclose(s.away, step_s - (s.leaves[0].end - s.comes[0].start))
+    assert re.search(r"^s: 16.00 KiB, lives there; comes .*, leaves .*; away for up to [\d.]+ ms", str(s))
+    assert not a.home and re.search(r"^a: 16.00 KiB, away for [\d.]+ ms; leaves .*, back ", str(a))
 
 
 @settings(max_examples=200, deadline=None)
@@ -418,19 +433,22 @@ def test_a_model_on_the_host_is_still_a_model():
 
 
 @pytest.mark.parametrize(
-    "names, sizes, make",
+    "names, sizes, make, settings",
     [
-        ("zero3", {"dp": 2}, lambda: small_llama(num_hidden_layers=2)),
-        ("zero1+tp", {"dp": 2, "tp": 2}, Stack),
-        ("cp", {"cp": 2}, lambda: small_llama(num_hidden_layers=2)),
+        ("zero3", {"dp": 2}, lambda: small_llama(num_hidden_layers=2), {}),
+        ("zero1+tp", {"dp": 2, "tp": 2}, Stack, {}),
+        ("cp", {"cp": 2}, lambda: small_llama(num_hidden_layers=2), {}),
+        ("zero2", {"dp": 4}, Stack, {"precision": "fp16", "accumulate": 2}),
+        ("zero3+tp", {"dp": 2, "tp": 2}, Stack, {"precision": "bf16", "accumulate": 2}),
     ],
-    ids=["zero3", "zero1+tp", "cp"],
+    ids=["zero3", "zero1+tp", "cp", "zero2 fp16", "zero3+tp bf16"],
 )
-def test_ranks_move_their_own_part(names, sizes, make):
-    mesh, outs = Mesh(sizes), []
-    one = OneDevice.of(make(), tokens(), clip_norm=1.0)
+def test_ranks_move_their_own_part(names, sizes, make, settings):
+    mesh, outs, parts = Mesh(sizes), [], settings.get("accumulate", 1)
+    one = OneDevice.of(make(), tokens(rows=8), clip_norm=1.0, **settings)
+    more = {"microbatches": parts, "recompute": "full" if parts > 1 else "auto"}
     for offload in ("none", EVERYTHING):
-        written = Plan.read({**Plan.read(names, mesh).data(), "offload": offload})
+        written = Plan.read({**Plan.read(names, mesh).data(), **more, "offload": offload})
         inputs, gathered = ShardedModel(one.model, one.optimizer, written).given(one.unsharded)
         task = Task(one.unsharded.program, one.unsharded.body, CPU, False, inputs, gathered)
         decided, done = planned(task, written)
@@ -491,6 +509,13 @@ def test_ranks_of_one_host_do_not_take_its_memory_twice(monkeypatch):
     assert promises == [32 << 10] * 2 and not second.homes
 
 
+def test_a_host_that_gives_no_memory_is_told(monkeypatch):
+    monkeypatch.setattr(host_space, "available", lambda: 1 << 60)  # a limit of this process is what is left
+    large = Program.parse("def main(x: f32[4], s: host(f32[140737488355328]) = state m of w):\n  return x\n")
+    with pytest.raises(RunError, match=r"gave no 524288.00 GiB of its memory, .* are free .* may take is"):
+        host_space.HostSpace(torch.device("cpu")).prepare(large)
+
+
 def test_a_host_that_pins_no_memory_is_told(monkeypatch):
     """With what was asked for and what there is; of a device whose host refuses, as this test's does."""
 
@@ -516,7 +541,7 @@ def test_a_value_that_is_not_there_is_refused():
         trained(data, steps=1, make=Stack)
     del values["nothing"]
     values["gelu_"] = next(iter(values.values()))
-    with pytest.raises(PlanError, match=r"no value gelu_ to move\n  near      gelu"):
+    with pytest.raises(PlanError, match=r"no value gelu_ to move, among \d+ of its block\n  near      gelu"):
         trained(data, steps=1, make=Stack)
 
 

@@ -222,7 +222,10 @@ class _HostCopies:
     def _var(self, name: str) -> Var:
         if name not in self.vars:
             near = close_names(name, self.vars)
-            raise PlanError(f"decided: there is no value {name} to move{near}\n  try       plan.given, to decide anew")
+            raise PlanError(
+                f"decided: there is no value {name} to move, among {len(self.vars)} of its block{near}\n"
+                "  try       plan.given, to decide anew"
+            )
         return self.vars[name]
 
     def _place(self, name: str) -> int:

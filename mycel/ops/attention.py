@@ -139,17 +139,31 @@ def _pairs(rows, columns, behind):
     return up_to(behind + rows) - up_to(behind)
 
 
+def mask_scratch(q, k, v, mask, **_):
+    """Bytes of a mask as a fused kernel adds it, and of lse before rows that see nothing are set apart."""
+    if mask is None:
+        return 0
+    rows = math.prod(q.shape[:3])
+    return rows * (q.dtype.itemsize + 1) + (mask.numel * q.dtype.itemsize if mask.dtype == torch.bool else 0)
+
+
 def _plain_scratch(scores, weights, results=0, always=False):
     """Bytes of plain products, which there are where scores are changed or weights dropped (`always`: in any case): so
     many times all scores, or those of a window's largest block, one more with a cap; or those there are when weights
     are dropped, besides two times 64 random bits for each.  Of the mask that documents are on GPUs, as bool and as what
-    is added: in 16.  `results`: operands that are those of forward."""
+    is added: in 16.  `results`: operands that are those of forward.  Fused kernels take what a mask does,
+    and with a window each block's results beside those of all."""
 
     def scratch(q, k, *rest, cap=None, dropout=0.0, window=None, **_):
         if len(rest) > 3 + results and q.dtype.itemsize == 2:
             return q.shape[0] * q.shape[2] * k.shape[2] * 3
-        if q.dtype.itemsize < 4 or not (always or cap is not None or dropout > 0):
+        if q.dtype.itemsize < 4:
             return 0
+        is_fused = rest[0].shape[3] == q.shape[3] and cap is None and not dropout
+        if is_fused and not always:
+            return mask_scratch(q, k, rest[0], rest[1]) + (
+                0 if window is None else q.bytes + results // 2 * 2 * k.bytes
+            )
         pairs = q.shape[2] * k.shape[2] if window is None else largest_block(q.shape[2], k.shape[2], window)
         copies = max(scores * q.dtype.itemsize, weights * q.dtype.itemsize + (16 if dropout else 0))
         return math.prod(q.shape[:2]) * pairs * (copies + (0 if cap is None else q.dtype.itemsize))

@@ -127,12 +127,18 @@ def compressed(g, e, key, at, m=None, *, codec, axes, of):
     return y if m is None else y + m, torch.zeros_like(g)
 
 
+def at_once(*types, **params):
+    """Bytes that a kernel takes besides operands and results: ours make the one of the other."""
+    return 0
+
+
 @op(
     "..., ..., -> ...",
     types=lambda e, lost, key, **_: Type(EIGHT_BITS, lost.shape),
     linear=((0, 1),),
     sent_as_sum=True,
     compiles=False,
+    scratch=at_once,
     fresh=True,
     examples=['f32[4,6], f32[4,6], i64[], axes=("dp",), share=0.5', 'f64[3], f64[3], i64[], axes=("dp",), share=1.0'],
 )
@@ -187,6 +193,7 @@ def encoded_type(codec, rows, row):
     types=lambda x, key, *, codec, rows, row, dim=0: encoded_type(codec, rows, row),
     rate=lambda *_, codec, **__: f"encode_{codec_of(codec).name}",
     compiles=False,
+    scratch=at_once,
     fresh=True,
     examples=[
         'f32[4,50], None, codec="int8", rows=2, row=100', 'f[3,7], i64[], codec="randomk(0.1)", rows=2, row=12, dim=1',
@@ -208,6 +215,7 @@ def encode(x, key, *, codec, rows, row, dim=0):
     ),
     rate=lambda *_, codec, **__: f"residual_{codec_of(codec).name}",
     compiles=False,
+    scratch=at_once,
     into=("encode_residual({0}, {1}, {2}, codec={codec}, rows={rows}, row={row}, dim={dim}, over=True)",),
     examples=[
         'f32[4,50], f32[4,50], None, codec="int8", rows=2, row=100', 'f[30], None, i64[], codec="int4", rows=4, row=8',
@@ -229,6 +237,7 @@ def encode_residual(x, e, key, *, codec, rows, row, dim=0, over=False):
     types=lambda code, key, *, codec, row, shape: Type(torch.float32, tuple(shape)),
     rate=lambda *_, codec, **__: f"decode_{codec_of(codec).name}",
     compiles=False,
+    scratch=at_once,
     fresh=True,
     examples=['u8[2,264], None, codec="int8(block=128)", row=200, shape=(4,99)'],
 )
@@ -243,6 +252,7 @@ def decode(code, key, *, codec, row, shape):
     types=lambda code, key, *, codec, row, shape, dim=0: Type(torch.float32, tuple(shape)),
     rate=lambda *_, codec, **__: f"added_{codec_of(codec).name}",
     compiles=False,
+    scratch=at_once,
     fresh=True,
     examples=['u8[2,264], None, codec="int8(block=128)", row=200, shape=(8,25), dim=1'],
 )

@@ -202,6 +202,11 @@ def grouped_weight_vjp(h, y, g, x, counts):
     return grouped_matmul(x, h, counts), grouped_matmul(g, h, counts, transposed=True), None
 
 
+def grouped_weight_scratch(g, x, counts):
+    """The matrices one by one, before they are put together; one kernel makes those of 16 bits."""
+    return counts.numel * g.shape[1] * x.shape[1] * g.dtype.itemsize if g.dtype.itemsize > 2 else 0
+
+
 @op(
     "m^ n, m^ k, e^ -> e n k",
     vjp=grouped_weight_vjp,
@@ -210,6 +215,7 @@ def grouped_weight_vjp(h, y, g, x, counts):
     fresh=True,
     linear=((0,), (1,)),
     product=True, rate="product", apart=True, compiles=False, precision="low",
+    scratch=grouped_weight_scratch,
     examples=["f[6,4], f[6,3], i64[2]=2 4", "f[6,4], f[6,8], i64[3]=0 6 0"],
 )  # fmt: skip
 def grouped_weight(g, x, counts):

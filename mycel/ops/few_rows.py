@@ -71,6 +71,7 @@ def product_of_few(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = No
     dtype="first",
     expand=sdpa,
     flops=sdpa.flops,
+    scratch=sdpa.scratch,
     fresh=True,
     examples=[
         "f[2,4,6,8], f[2,4,3,8], f[2,4,3,8], None", "f[2,4,2,8], f[2,2,3,8], f[2,2,3,8], bool[2,1,2,3], scale=0.3",

@@ -86,6 +86,12 @@ def gated_matmul_expand(h, w, scale, counts, *, transposed=False):
     return grouped_matmul(rows, w, counts, transposed=transposed)
 
 
+def gated_scratch(h, w, scale, counts, *, transposed=False):
+    """The rows behind the gate, or two stages of them before there is a result."""
+    columns = w.shape[2] if transposed else w.shape[1]
+    return max(h.bytes // 2, h.bytes - h.shape[0] * columns * h.dtype.itemsize)
+
+
 @op(
     lambda h, w, scale, counts, *, transposed=False: (
         f"m^ (c^ f^), e^ {'f^ n' if transposed else 'n f^'}, m^ 1, e^ -> m n", {"c": 2}
@@ -94,7 +100,7 @@ def gated_matmul_expand(h, w, scale, counts, *, transposed=False):
     expand=gated_matmul_expand,
     dtype="first",
     flops=lambda d: 2 * d.m * d.f * d.n,
-    scratch=lambda h, w, scale, counts, **_: h.bytes // 2,
+    scratch=gated_scratch,
     fresh=True,
     linear=((1,), (2,)),
     product=True, rate="product", apart=True, compiles=False, precision="low", kept=(2,),

@@ -11,7 +11,7 @@ import math
 import torch
 from torch.nn._reduction import legacy_get_string
 
-from mycel.ir import is_float, op
+from mycel.ir import is_float, op, rounded
 from mycel.ops.capture_rules import captures
 from mycel.ops.convert import cast_to
 from mycel.ops.rules import o
@@ -284,6 +284,13 @@ def cross_entropy_grad(x, target, total, hit):
     return torch.softmax(x, 1).mul_(total.unsqueeze(1)).scatter_add_(1, target.unsqueeze(1), -hit.unsqueeze(1))
 
 
+def mean_grad_scratch(g, logp, target, **_):
+    """The cotangent of logp and two numbers, or what is one number for each row: what is kept, by how much, where."""
+    if logp.numel < FEW:
+        return logp.bytes + 2 * rounded(logp.dtype.itemsize)
+    return target.numel * (9 + 2 * logp.dtype.itemsize) + rounded(logp.dtype.itemsize)
+
+
 def mean_grad_expand(g, logp, target, *, ignore_index=-100):
     index, rows = chosen(logp, target, None, ignore_index)
     hit = o.mul(o.div(g, o.sum(rows, dims=(0,))), rows)
@@ -294,7 +301,7 @@ def mean_grad_expand(g, logp, target, *, ignore_index=-100):
     ", n^ c^, n^ -> n c",
     dtype=lambda g, logp, target: logp.dtype,
     expand=mean_grad_expand,
-    scratch=lambda g, logp, target, **_: logp.bytes if math.prod(logp.shape) < FEW else 0,
+    scratch=mean_grad_scratch,
     flops=lambda d: 6 * d.n * d.c,
     followed=0,
     examples=[

@@ -134,6 +134,7 @@ def _lstm_vjp(g, outs, x, w, h0, c0):
     apart=True,
     compiles=False,
     precision="low",
+    scratch=lambda x, w, h0, c0: w.bytes + 2 * h0.bytes,
     examples=["f[3,2,16], f[16,4], f[2,4], f[2,4]", "f[1,3,8], f[8,2], f[3,2], f[3,2]"],
 )
 def lstm_steps(x, w, h0, c0):
@@ -176,6 +177,7 @@ def lstm_steps(x, w, h0, c0):
     rate="product",
     apart=True,
     compiles=False,
+    scratch=lambda gy, gc, w, c0, c, gates: gy.bytes if gy.dtype == torch.float32 else gates.bytes,
     examples=[
         "f64[3,2,4], f64[3,2,4], f64[16,4], f64[2,4], f64[3,2,4], f64[3,2,16]",
         "f64[1,3,2], f64[1,3,2], f64[8,2], f64[3,2], f64[1,3,2], f64[1,3,8]",
@@ -283,6 +285,7 @@ def _gru_vjp(g, outs, x, w, b, h0):
     apart=True,
     compiles=False,
     precision="low",
+    scratch=lambda x, w, b, h0: w.bytes + 2 * x.bytes // x.shape[0],
     examples=["f[3,2,12], f[12,4], f[12], f[2,4]", "f[1,3,6], f[6,2], f[6], f[3,2]"],
 )
 def gru_steps(x, w, b, h0):
@@ -321,6 +324,7 @@ def gru_steps(x, w, b, h0):
     rate="product",
     apart=True,
     compiles=False,
+    scratch=lambda gy, *_: gy.bytes,
     examples=[
         "f64[3,2,4], f64[12,4], f64[2,4], f64[3,2,4], f64[3,2,12], f64[3,2,4]",
         "f64[1,3,2], f64[6,2], f64[3,2], f64[1,3,2], f64[1,3,6], f64[1,3,2]",

@@ -12,6 +12,7 @@ from mycel.ops.attention import (
     attention_dims,
     below_diagonal,
     forward_flops,
+    wide,
 )
 from mycel.ops.capture_rules import captures, draw
 from mycel.ops.rules import o
@@ -21,11 +22,17 @@ def _sdpa_dims(*types, **params):
     return attention_dims(*types, **params).rpartition(",")[0]
 
 
+def sdpa_scratch(q, *rest, **how):
+    """As attention, and its lse."""
+    return attention.scratch(q, *rest, **how) + math.prod(q.shape[:3]) * wide(q.dtype).itemsize
+
+
 @op(
     _sdpa_dims,
     dtype="first",
     expand=lambda *inputs, **params: attention(*inputs, **params)[0],
     flops=forward_flops,
+    scratch=sdpa_scratch,
     examples=[
         "f[2,4,6,8], f[2,4,3,8], f[2,4,3,8], None", "f[2,4,6,8], f[2,2,6,8], f[2,2,6,8], None, causal=True",
         "f[2,4,6,8], f[2,2,3,8], f[2,2,3,8], bool[2,1,6,3], scale=0.3", "f[2,2,6,4], f[2,2,3,4], f[2,2,3,6], f[1,3]",

@@ -57,6 +57,7 @@ from mycel.ir import (
     walk,
 )
 from mycel.ops import o
+from mycel.plan.allocations import allocated
 from mycel.plan.cost import TURNS, Costs
 from mycel.plan.hardware import Hardware
 from mycel.plan.kernels import moments
@@ -647,6 +648,7 @@ def _remember(
             if v in owner:
                 end[owner[v]] = max(end.get(owner[v], -1), when[i])
     begin_move = o.begin_move
+    makers = {v: eqn for eqn in block.eqns for v in eqn.outputs}
     for i, line in enumerate(lines):
         eqn = line.eqn
         if eqn.op is not begin_move:  # its result stands for a copy
@@ -658,8 +660,11 @@ def _remember(
                     if end[v] < len(lines):
                         lines[end[v]].freed += bytes_
         needed = _scratch(eqn, widens)
+        if not needed and there is None and not eqn.on_host:  # a compiler merges what it takes
+            needed = allocated(eqn, makers)
         if needed:
-            line.inner = needed + sum(map(size, eqn.outputs))
+            is_new = eqn.op.inplace is None and eqn.op.write is None
+            line.inner = needed + (sum(map(size, eqn.outputs)) if is_new else 0)
 
 
 class Owners(NamedTuple):

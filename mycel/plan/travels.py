@@ -2,8 +2,10 @@
 computing waits for it.
 
 moved            h: 64.00 MiB, away for 12.10 ms; leaves 1.20 - 2.40 ms, back 14.50 - 15.70 ms, hidden
-                 w.exp_avg: 16.00 MiB, lives there; comes 20.00 - 20.30 ms (waited for 0.10 ms), leaves 20.40 - 20.70 ms
-                 w: 16.00 MiB, lives there; comes 0.00 - 0.30 ms, updated there 21.00 - 22.10 ms with 32.00 MiB of state
+                 w.exp_avg: 16.00 MiB, lives there; comes 20.00 - 20.30 ms (waited for 0.10 ms), leaves 20.40 - 20.70
+                 ms; away for up to 21.50 ms
+                 w: 16.00 MiB, lives there; comes 0.00 - 0.30 ms, updated there 21.00 - 22.10 ms with 32.00 MiB of
+                 state; away for up to 20.20 ms, hidden
                  d_w: 16.00 MiB, leaves for good 18.00 - 18.30 ms, hidden
                  w.part: 8.00 MiB, away for 1.40 ms; leaves 18.00 - 18.20 ms, updated there 18.30 - 19.40 ms with 16.00
                  MiB of state, back 19.60 - 19.80 ms, hidden
@@ -15,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
-from mycel.ir import HOST, Eqn, Program, Var, order
+from mycel.ir import HOST, Eqn, Program, Var, chains, order
 from mycel.plan.clock import Clock
 from mycel.plan.host_update import column
 from mycel.plan.offload import Offload
@@ -37,10 +39,12 @@ class Copy:
 
 @dataclass
 class RoundTrip:
-    """A value and its copies; `home`: it lives on the host.  It may be `updated` there."""
+    """A value and its copies; `home`: it lives on the host, and is not on the device for so many seconds in a row
+    (`away`).  It may be `updated` there."""
 
     value: Var
     home: bool
+    away: float = 0.0
     leaves: list[Copy] = field(default_factory=list)
     comes: list[Copy] = field(default_factory=list)
     updated: str = ""
@@ -54,7 +58,8 @@ class RoundTrip:
         if self.home:
             there = [self.updated] if self.updated else []
             ways = ", ".join([*(f"comes {c}" for c in self.comes), *(f"leaves {c}" for c in self.leaves), *there])
-            return f"{self.value.name}: {shown(self.value.type.bytes)}, lives there; {ways}{hidden}"
+            apart = f"; away for up to {self.away * 1e3:.2f} ms" if self.comes else ""
+            return f"{self.value.name}: {shown(self.value.type.bytes)}, lives there; {ways}{apart}{hidden}"
         if not self.comes:
             return f"{self.value.name}: {shown(self.value.type.bytes)}, leaves for good {self.leaves[0]}{hidden}"
         away = self.comes[0].start - self.leaves[0].end
@@ -98,6 +103,8 @@ def _of_block(program: Program, name: str, clock: Clock, compiled: Collection[st
         new = zip(program.updates, block.outputs[len(block.outputs) - len(program.updates) :], strict=True)
         updates = {x: by_name[k] for k, x in new if isinstance(x, Var) and by_name[k].type.space == HOST}
     trips: dict[Var, RoundTrip] = {}
+    stays: dict[Var, list[tuple[float, float]]] = {}  # inputs -> when they are on the device
+    uses = chains(block)
     lines = clock.lines(program, block, name in compiled)
     for eqn, line, (start, end) in zip(block.eqns, lines, spans, strict=False):
         for p, replaced, text in _updated(eqn, end - line.seconds, end) if eqn.on_host else ():
@@ -117,6 +124,14 @@ def _of_block(program: Program, name: str, clock: Clock, compiled: Collection[st
             trips[result] = travel
         else:
             trips.setdefault(x, RoundTrip(x, x in inputs)).comes.append(copy)
+            stays.setdefault(x, []).append(
+                (copy.start, max((spans[i][1] for i in uses[result].uses), default=copy.end))
+            )
+    for x, there in stays.items():
+        left = [copy.end for copy in trips[x].leaves]
+        ends = [*(end for _, end in there[:-1]), max([there[-1][1], *left])]
+        starts = [*(start for start, _ in there[1:]), there[0][0] + spans[-1][1]]  # the next step begins
+        trips[x].away = max(max(start - end, 0.0) for start, end in zip(starts, ends, strict=True))
     return iter({id(t): t for t in trips.values()}.values())
 
 

@@ -98,16 +98,23 @@ class HostSpace:
     def _memory(self, size: int) -> torch.Tensor:
         """Bytes of the host that the device reads and writes by itself.  Not by way of torch's pinned allocator, which
         rounds up to a power of two."""
-        memory = torch.empty(size, dtype=torch.uint8)
+        try:
+            memory = torch.empty(size, dtype=torch.uint8)
+        except RuntimeError as e:  # less than what is free: a limit of this process
+            limit = _limit(resource.RLIMIT_AS)
+            raise RunError(
+                f"the host gave no {shown(size)} of its memory, of which {shown(available())} are free and what a "
+                f"process may take is {limit}\n"
+                "  try       a larger limit (ulimit -v), or a host budget in the plan: offload: {activations: auto, "
+                "host: …}"
+            ) from e
         if self.device.type == "cuda" and size:
             memory.zero_()  # by all cores: pinning would touch page after page by one
             error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
             if error:
-                limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-                locked = "not limited" if limit == resource.RLIM_INFINITY else f"limited to {shown(limit)}"
                 raise RunError(
                     f"the host refused to pin {shown(size)} of its memory, of which {shown(available())} are free and "
-                    f"what is locked is {locked} (CUDA error {error})\n"
+                    f"what is locked is {_limit(resource.RLIMIT_MEMLOCK)} (CUDA error {error})\n"
                     "  try       offload: none, or a larger limit of locked memory (ulimit -l)"
                 )
             self._pinned.append(memory.data_ptr())
@@ -217,6 +224,12 @@ def _span(x: torch.Tensor) -> tuple[int, int]:
 def moves(program: Program) -> bool:
     """Has a program anything on the host?"""
     return bool(arenas(program)) or any(v.type.space != DEVICE for v in program.inputs)
+
+
+def _limit(of: int) -> str:
+    """What this process may have, for people."""
+    most = resource.getrlimit(of)[0]
+    return "not limited" if most == resource.RLIM_INFINITY else f"limited to {shown(most)}"
 
 
 def available() -> int:

@@ -307,11 +307,16 @@ def laid_like(params, grads):
     seen = set()
     matched = []
     for p, g in zip(params, grads, strict=True):
-        if g.stride() != p.stride() or g.data_ptr() in seen:
+        if g.stride() != p.stride() or place(g) in seen:
             g = torch.empty_like(p).copy_(g)
-        seen.add(g.data_ptr())
+        seen.add(place(g))
         matched.append(g)
     return matched
+
+
+def place(x):
+    """Where the memory of x begins, also without data."""
+    return x.untyped_storage()._cdata, x.storage_offset()
 
 
 def rate(lr):
