@@ -138,21 +138,26 @@ def late(folder: Path) -> None:
     def new_step() -> mycel.Step:
         torch.manual_seed(0)
         model = Towers(1).double()
-        plan = {"place": {"vision": [0, 1], "*": [2, 3]}, "batch": ["dp"], "sync": {"dp": "delayed(correction=0.5)"}}
-        return mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False, plan=plan)
+        plan = {"place": {"vision": [0, 1], "*": [2, 3]}, "batch": ["dp"], "sync": {"dp": "delayed(ahead=0.5)"}}
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.8)
+        return mycel.train_step(model, optimizer, compile=False, plan=plan)
 
     torch.manual_seed(0)
-    plain, gradients, before = Towers(1).double(), {}, {}
+    plain, behind = Towers(1).double(), Towers(1).double()
+    behind.load_state_dict(plain.state_dict())
+    optimizer = torch.optim.SGD(behind.parameters(), lr=0.1, momentum=0.8)
     step, other = new_step(), new_step()
+    gradients = [torch.zeros_like(p) for p in plain.parameters()]
     for i in range(4):
         plain.zero_grad()
         plain(**batch(i, rows=8)).backward()
-        with torch.no_grad():
-            for name, p in plain.named_parameters():
-                g = gradients.get(name, torch.zeros_like(p))
-                g = g + 0.5 * g * g * (p - before.get(name, p))
-                before[name], gradients[name] = p.clone(), p.grad.clone()
-                p -= 0.1 * g
+        before = [p.detach().clone() for p in behind.parameters()]
+        for p, g in zip(behind.parameters(), gradients, strict=True):
+            p.grad = g
+        optimizer.step()
+        gradients = [p.grad.clone() for p in plain.parameters()]
+        for held, p, was in zip(plain.parameters(), behind.parameters(), before, strict=True):
+            held.data.copy_(p.detach() + 0.5 * 0.8 * (p.detach() - was))
         step(**batch(i, rows=8))
         if i == 2:
             step.save(folder)

@@ -81,6 +81,11 @@ class Compressed:
         }
 
     @property
+    def programs(self) -> tuple[Program, ...]:
+        """What ranks run, stage by stage."""
+        return (self.lowered.program,) if self.lowered.pipeline is None else self.lowered.pipeline.programs
+
+    @property
     def mesh(self) -> Mesh:
         """Of the ranks of a stage, where there are several."""
         return self.plan.inside.mesh
@@ -95,7 +100,7 @@ class Compressed:
         if self.lowered.pipeline is None:
             return self.named(simulate(self.lowered.program, self.mesh, given))
         by_name, results = dict(zip(self.names, given, strict=True)), {}
-        programs = self.lowered.pipeline.programs
+        programs = self.programs
         inputs = [[by_name[str(p.role(v))] for v in p.inputs] for p in programs]
         for program, outs in zip(programs, simulate_stages(programs, self.mesh, "pp", inputs), strict=True):
             results |= self.named(outs, program)
@@ -279,20 +284,20 @@ def test_the_bytes_sent_are_those_of_the_codec():
     assert abs(sent - 2 * 3 / 4 * (encoded + exact)) <= 0.03 * sent
 
 
-def test_parameters_of_zero3_are_gathered_on_encoded_bytes():
+@pytest.mark.parametrize("more", [{}, {"stages": ["up", "down"], "microbatches": 2}], ids=["whole", "stages"])
+def test_parameters_of_zero3_are_gathered_on_encoded_bytes(more):
     """Exact codec: the step of one device.  int8: fewer bytes, and all compute with what these say."""
-    zero3 = {"mesh": {"dp": 2}, "zero": "3 over dp", "codec": "exact"}
+    zero3 = {"mesh": {"dp": 2}, "zero": "3 over dp", "codec": "exact", **more}
     exact = Compressed({**zero3, "gather": {"dp": {"*.weight": "fp32"}}})
     values = exact.values()
     wanted, got = exact.serial(values), exact.ranks(values)
     for name, want in wanted.items():
         torch.testing.assert_close(exact.whole(name, got[name], want), want, rtol=1e-4, atol=1e-5)
-    plain, encoded = (Compressed({**zero3, "gather": how}).lowered.program for how in ({}, {"dp": {"up.*": "int8"}}))
-    gathers = [e for e in encoded.main.eqns if message(e)[0] == "gather_chunks"]
-    assert gathers and not any(message(e)[0] == "gather_chunks" for e in plain.main.eqns)
-    sent = [mycel.lower.sent(program)["dp",] for program in (plain, encoded)]
+    plain, int8 = (Compressed({**zero3, "gather": how}) for how in ({}, {"dp": {"up.*": "int8"}}))
+    kinds = [{message(e)[0] for p in case.programs for e in p.main.eqns} for case in (plain, int8)]
+    assert "gather_chunks" in kinds[1] - kinds[0]
+    sent = [sum(mycel.lower.sent(program)["dp",] for program in case.programs) for case in (plain, int8)]
     assert sent[1] < sent[0]
-    int8 = Compressed({**zero3, "gather": {"dp": {"up.*": "int8"}}})
     after = int8.ranks(values)
     for name, want in wanted.items():
         if name.startswith("parameter"):
@@ -381,6 +386,36 @@ def test_what_stages_send_is_encoded_token_by_token():
     tokens = 2 * 6  # of two microbatches a rank's rows; between the last two stages activations and their gradients
     assert sent["exact"] == sent["fp32"] - 4 * tokens * (13 + 2 * 8) == tokens * 4 * (67 + 2 * 40)
     assert sent["int8"] == sent["fp8"] == tokens * (80 + 4 + 2 * (48 + 4))
+
+
+ENCODED = {
+    **{kind: {**mesh, "codec": "int8+ef"} for kind, mesh in MESHES.items()},
+    "told": {**TOLD["zero 1"], "codec": "exact", "gather": {"dp": dict.fromkeys(COMPRESSED, "int4+ef")}},
+    "told in stages": {**TOLD["stages"], "codec": "exact", "gather": {"dp": dict.fromkeys(COMPRESSED, "int4+ef")}},
+    "gathered": {**MESHES["zero 3"], "codec": "exact", "gather": {"dp": dict.fromkeys(COMPRESSED, "int8")}},
+    "gathered in stages": {
+        **MESHES["stages"],
+        "zero": "3 over dp",
+        "codec": "exact",
+        "gather": {"dp": {"up.w*": "int8"}},
+    },
+}
+
+
+@pytest.mark.parametrize("written", ENCODED.values(), ids=ENCODED)
+def test_what_comes_encoded_is_verified_before_it_is_used(written):
+    """And a mismatch would name the parameter; once in so many steps, which the step counts."""
+    case, seen = Compressed(dict(written)), set()
+    for program in case.programs:
+        kinds = [(e.params.get("op", e.op.name), e) for e in program.main.eqns if e.op is not o.begin]
+        come = [v for kind, e in kinds if kind in ("exchange_chunks", "gather_chunks") for v in e.outputs]
+        users = {v: [e for e in program.main.eqns if v in e.vars] for v in come}
+        for v, using in users.items():
+            assert [(e.op, e.inputs[0]) for e in using] == [(o.verified, v)]
+            count = using[0].inputs[2]
+            assert program.role(count) == Role("counter", "draws") and count.name in program.updates
+            seen.add(using[0].params["of"])
+    assert seen == ({"up.weight"} if "up.w*" in str(written) else COMPRESSED)
 
 
 class Apart(nn.Module):
@@ -569,6 +604,8 @@ def test_small_tensors_vectors_and_what_is_said_to_stay_exact(monkeypatch):
     shapes = {"a.weight": (64, 64), "a.bias": (8192,), "b.weight": (8, 8), "router.weight": (128, 64), "c.w": (99, 99)}
     plan = lambda how: Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], "compress": {"dp": how}})
     assert set(plan("int8").compressed().of(shapes)) == {"a.weight", "c.w"}
+    gates = {"mlp.gate.weight": (64, 2048), "ffn.gate.weight": (2048, 512)}  # of experts, of a gated layer
+    assert set(plan("int8").compressed().of(gates)) == {"ffn.gate.weight"}
     given = plan({"c.*": "exact", "router.*": "int4+ef", "*": "int8"}).compressed().of(shapes)
     assert {name: str(how) for name, how in given.items()} == {"a.weight": "int8", "router.weight": "int4+ef"}
     assert Plan.read({"mesh": {"dp": 1}, "batch": ["dp"], "compress": {"dp": "int8"}}).compressed() is None

@@ -298,7 +298,7 @@ def test_gradients_travel_encoded_inside_a_place(sync):
 def test_gradients_of_places_one_step_late(name, zero):
     """As on one device, of all parameters, also in places of one rank; a place begins its sums before it computes."""
     place, more = PLACES[name]
-    plan = {"place": place, "batch": ["dp"], "microbatches": 2, "sync": {"dp": "delayed(correction=0.5)"}}
+    plan = {"place": place, "batch": ["dp"], "microbatches": 2, "sync": {"dp": "delayed(ahead=0.5)"}}
     written = Plan.read({**plan, **more, **({"zero": f"{zero} over dp"} if zero else {})})
     one = towers(written, zero, clip_norm=0.5)
     done = placed_equals(one, written, zero)

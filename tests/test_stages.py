@@ -313,7 +313,7 @@ def test_what_cannot_be_a_pipeline_is_told():
 def test_gradients_one_step_late():
     """`sync: {dp: delayed}`: the gradients that a step is taken with, and their norm, are those that each stage kept of
     its own parameters."""
-    late = {"mesh": {"dp": 2}, "batch": ["dp"], "microbatches": 4, "sync": {"dp": "delayed(correction=0.9)"}}
+    late = {"mesh": {"dp": 2}, "batch": ["dp"], "microbatches": 4, "sync": {"dp": "delayed(ahead=0.9)"}}
     inner = Plan.read(late)
     one = tied(1, 2, plan=inner)
     pipeline = pipeline_equals(one, named("1f1b", 2, 4), at_layers(one, 1, inner=inner)[1], inner)

@@ -34,13 +34,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from mycel.ir import Atom, Block, Builder, Eqn, Program, Var, substitute
-from mycel.lower.encode_gathers import joined_parts
+from mycel.lower.encode_gathers import CHECKED_EVERY, joined_parts
 from mycel.ops import o
 from mycel.ops.codec_kernels import codec_of
 from mycel.ops.codecs import rank_of
 
 BY_RANK = 0x5851F42D4C957F2D  # between the keys of two ranks
-CHECKED_EVERY = 100  # messages
 FEW = 2  # ranks that tell each other all they have: as many bytes then, in one message instead of two
 SECOND = 0x14057B7EF767814F  # between those of the two encodings
 
@@ -177,7 +176,7 @@ class _Compressed:
         y, r = eqn.outputs
         gathers, w = self.users.get(y, []), self.parameters[eqn.params["of"]]
         is_told = len(gathers) == 1 and gathers[0].op is o.all_gather and y not in self.main.outputs
-        new, old, e = substitute(eqn, self.values).inputs
+        new, old, e, at = substitute(eqn, self.values).inputs
         assert isinstance(new, Var) and isinstance(old, Var) and isinstance(e, Var)
         wide = lambda x: x if x.dtype == e.dtype else o.cast(x, dtype=e.dtype)
         changed = o.sub(wide(new), wide(old))
@@ -192,7 +191,8 @@ class _Compressed:
         rows = o.gather_chunks(code, **along)
 
         def come() -> Var:
-            difference = joined_parts(rows, codec, new.shape, p["count"], p["dim"], p["size"])
+            checked = o.verified(rows, code, at, axes=p["axes"], every=CHECKED_EVERY, of=eqn.params["of"])
+            difference = joined_parts(checked, codec, new.shape, p["count"], p["dim"], p["size"])
             total = o.add(wide(w), wide(difference))
             return total if total.dtype == new.dtype else o.cast(total, dtype=new.dtype)
 

@@ -7,7 +7,8 @@ itself among them, compute with what these bytes say.  The parts themselves, whi
                                                            d = finish(t, c, op="gather_chunks", …)
                                                            w = decode(d, codec="int8", shape=(4, …)), its parts joined
 
-Those of a bucket that are not encoded go in a message of their own.
+Those of a bucket that are not encoded go in a message of their own.  What has come is `verified` in one of so many
+steps, where the program counts these.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ import torch
 
 from mycel.ir import Atom, Block, Builder, Eqn, Program, Var, substitute
 from mycel.ops import o
+from mycel.transform import DRAWS
+
+CHECKED_EVERY = 100  # messages
 
 
 @dataclass(frozen=True)
@@ -33,8 +37,10 @@ class EncodedGathers:
 
 def encode_gathers(program: Program, how: EncodedGathers) -> Program:
     """The entry with its gathers of parameters encoded."""
-    parts = {v: how.codecs[role.name] for v in program.inputs if (role := program.role(v)).name in how.codecs}
-    return replace(program, blocks={**program.blocks, program.entry: _Encoding(program.main, parts, how.axis).block()})
+    named = {v: program.role(v).name for v in program.inputs_of("parameter")}
+    parts = {v: (name, how.codecs[name]) for v, name in named.items() if name in how.codecs}
+    encoding = _Encoding(program.main, parts, how.axis, program.by_role().get(DRAWS))
+    return replace(program, blocks={**program.blocks, program.entry: encoding.block()})
 
 
 @dataclass(frozen=True)
@@ -47,9 +53,9 @@ class OtherGathers:
 
 
 class _Encoding:
-    def __init__(self, main: Block, parts: Mapping[Var, str], axis: str) -> None:
-        self.main, self.axis = main, axis
-        self.codecs = dict(parts)  # of what parameters' parts are, cast or not
+    def __init__(self, main: Block, parts: Mapping[Var, tuple[str, str]], axis: str, at: Var | None) -> None:
+        self.main, self.axis, self.at = main, axis, at  # the number of the step
+        self.codecs = dict(parts)  # of what parameters' parts are, cast or not, and of which
         # by the token of a bucket: that of its encoded part, their codes by place, and the other part
         self.tokens: dict[Var, tuple[Var, dict[int, Var], OtherGathers | None]] = {}
         self.b = Builder()
@@ -75,8 +81,9 @@ class _Encoding:
         elif self.is_gather(eqn, o.all_gather):
             assert first is not None
             p = eqn.params
-            rows = o.gather_chunks(self.encoded(first), axes=p["axes"], count=p["count"])
-            self.values[eqn.outputs[0]] = self.concatenated(rows, first, p["count"], p["dim"], p["size"])
+            code = self.encoded(first)
+            rows = o.gather_chunks(code, axes=p["axes"], count=p["count"])
+            self.values[eqn.outputs[0]] = self.concatenated(rows, code, first, p["count"], p["dim"], p["size"])
         else:
             self.b.eqns.append(substitute(eqn, self.values))
 
@@ -113,14 +120,19 @@ class _Encoding:
             assert isinstance(x, Var)
             is_encoded = i in codes
             self.values[y] = (
-                self.concatenated(rows[i], x, p["count"], p["dims"][i], p["sizes"][i]) if is_encoded else next(others)
+                self.concatenated(rows[i], codes[i], x, p["count"], p["dims"][i], p["sizes"][i])
+                if is_encoded
+                else next(others)
             )
 
     def encoded(self, x: Var) -> Any:
-        return o.encode(self.values.get(x, x), None, codec=self.codecs[x], rows=1, row=math.prod(x.shape))
+        return o.encode(self.values.get(x, x), None, codec=self.codecs[x][1], rows=1, row=math.prod(x.shape))
 
-    def concatenated(self, rows: Any, x: Var, count: int, dim: int, size: int) -> Any:
-        whole = joined_parts(rows, self.codecs[x], x.shape, count, dim, size)
+    def concatenated(self, rows: Any, code: Any, x: Var, count: int, dim: int, size: int) -> Any:
+        name, codec = self.codecs[x]
+        if self.at is not None:
+            rows = o.verified(rows, code, self.at, axes=(self.axis,), every=CHECKED_EVERY, of=name)
+        whole = joined_parts(rows, codec, x.shape, count, dim, size)
         return whole if x.dtype == torch.float32 else o.cast(whole, dtype=x.dtype)
 
 

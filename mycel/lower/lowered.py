@@ -105,7 +105,7 @@ def with_regions_by_rank(done: Lowered, plan: Plan) -> Lowered:
         steps, chosen = step_names(done.pipeline.schedule.stages), is_chosen(plan.decided.regions)
         outlined = [with_regions(program, chosen, steps) for program in programs]
         programs, names = [program for program, _ in outlined], [regions for _, regions in outlined]
-    pipeline = replace(done.pipeline, programs=tuple(check(overlap(p)) for p in programs))
+    pipeline = replace(done.pipeline, programs=tuple(with_messages(p, done.spread, plan) for p in programs))
     every = frozenset().union(*names)
     return replace(done, program=pipeline.programs[0], regions=every, pipeline=pipeline, regions_of=tuple(names))
 
@@ -159,9 +159,14 @@ def with_regions(
 
 
 def finished(program: Program, spread: Distributed | None, plan: Plan) -> Program:
-    if spread is None:
-        return program
+    return program if spread is None else with_messages(program, spread, plan)
+
+
+def with_messages(program: Program, spread: Distributed | None, plan: Plan) -> Program:
+    """Messages begun early, and those that gather parameters on encoded bytes, where the plan says so."""
     ordered = check(overlap(program))
+    if spread is None:
+        return ordered
     shapes = {role.name: v.shape for v in spread.whole.inputs if (role := spread.whole.role(v)).kind == "parameter"}
     codecs = plan.gathered_codecs(shapes)
     return check(encode_gathers(ordered, EncodedGathers(plan.over[0], codecs))) if codecs else ordered

@@ -101,6 +101,7 @@ class PipelineEntry:
         self.loop, self.parts, self.schedule = loop, loop.parts, loop.schedule
         self.program, self.body = self.parts.flow.program, self.parts.body
         self.main, self.by_role = self.program.main, self.program.by_role()
+        self.used = {v for e in self.main.eqns for v in e.vars}
         self.homes = self._homes()
         self.read = [self._read(r) for r in range(self.schedule.ranks)]
         self.reads = [self._slice(r, list(indices), norm=False).inputs for r, indices in enumerate(self.read)]
@@ -207,7 +208,7 @@ class PipelineEntry:
                 if norm and any(self.homes[j] < 0 for j in kept.scanned):
                     need |= {x for v in self.turn_takes if isinstance(x := self.body.outer.get(v), Var)}
                 continue
-            acts = norm and eqn.op.effect and self._acts_on(eqn) == rank
+            acts = norm and eqn.op.effect and self._acts_on(eqn) == rank and not self.used.intersection(eqn.outputs)
             if not any(v in need for v in eqn.outputs) and not acts:
                 continue
             kept.eqns.add(i)

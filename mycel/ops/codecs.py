@@ -4,7 +4,7 @@
     z = summed(y)                                                  a gradient on its way to a sum over dp: y is g + e
                                                                    up to what its codec loses, and that is r.  In a
                                                                    global program nothing is lost: r is zero
-    y, r = shared_update(new, old, e, axes=("dp",), codec="int4", of="w")
+    y, r = shared_update(new, old, e, at, axes=("dp",), codec="int4", of="w")
                                                                    a parameter on its way from the rank that has updated
                                                                    a part of it to all: what travels is its difference
     c = encode(x, key, codec="int8", rows=4, row=250)              rows of x, one behind the other, as bytes
@@ -163,14 +163,15 @@ def unsent(u, given, lost, *, axes):
 
 
 @op(
-    "..., ..., ... -> ..., ...",
-    types=lambda new, old, e, **_: (new, e),
+    "..., ..., ..., -> ..., ...",
+    types=lambda new, old, e, at, **_: (new, e),
     padding="zeros",
-    examples=['f[4,6], f[4,6], f[4,6], codec="int4", axes=("dp",), of="w"'],
+    examples=['f[4,6], f[4,6], f[4,6], i64[], codec="int4", axes=("dp",), of="w"'],
 )
-def shared_update(new, old, e, *, codec, axes, of):
+def shared_update(new, old, e, at, *, codec, axes, of):
     """A parameter `of` that all ranks have, as each is told of its new value by the one that has updated a part of it:
-    old and new - old + e, up to what its codec loses, which is what is left.  In a global program nothing is lost."""
+    old and new - old + e, up to what its codec loses, which is what is left; `at`: how often it was before.  In a
+    global program nothing is lost."""
     return (old.to(e.dtype) + ((new.to(e.dtype) - old.to(e.dtype)) + e)).to(new.dtype), torch.zeros_like(e)
 
 

@@ -40,6 +40,7 @@ from mycel.plan.names import unmatched
 
 SMALL = 4096  # elements; below it a message's start costs more than its bytes
 EXEMPT = ("*router*", "*norm*")  # a little noise changes much, and they are few
+GATE, ROWS = "*gate.weight", 8  # a router too, if it is so many times as long as it has rows: one for each expert
 EXACT, AUTO = "exact", "auto"
 # what may be watched, and how what is measured of it is called
 MONITORS = {"noise": "noise_scale", "variance": "gradient_variance", "error": "compression_error"}
@@ -96,7 +97,9 @@ class CompressedAxis:
 
 def is_exempt(name: str, shape: Sequence[int]) -> bool:
     """Is it left alone unless it is named?"""
-    return len(shape) < 2 or math.prod(shape) < SMALL or any(fnmatchcase(name, p) for p in EXEMPT)
+    if len(shape) < 2 or math.prod(shape) < SMALL or any(fnmatchcase(name, p) for p in EXEMPT):
+        return True
+    return fnmatchcase(name, GATE) and ROWS * shape[0] <= math.prod(shape[1:])
 
 
 def refuse_rank(name: str, shape: Sequence[int], how: Compression, where: str) -> None:

@@ -12,8 +12,9 @@
                                             its message comes it keeps `mixing`
     sync: {dp: gossip(H=1, overlap=1)}      pairs average their models, other pairs each time (AD-PSGD)
     sync: {dp: sma(alpha=0.1, H=1)}         models are drawn to their average by `alpha`
-    sync: {dp: delayed(correction=0.04)}    all ranks have one model; a step is taken with the gradients of the one
-                                            before, whose sum travels meanwhile (transform/delaying.py)
+    sync: {dp: delayed(ahead=1)}            all ranks have one model; a step is taken with the gradients of the one
+                                            before, whose sum travels meanwhile; parameters are held `ahead` by what
+                                            momentum will do until it comes (transform/delaying.py)
 
 Of all but the last: ranks that differ along the axis are *replicas*: each is a world of its own, with its own part of
 the batch, in which tensors lie over the other axes as ever and all sums are exact.  With `compress` along the same
@@ -41,7 +42,7 @@ POLICIES: dict[str, dict[str, float | None]] = {
     "streaming": {"H": None, "fragments": 4, "overlap": 1, "mixing": 0.5, **OUTER},
     "gossip": {"H": 1, "overlap": 1},
     "sma": {"alpha": 0.1, "H": 1},
-    "delayed": {"correction": 0.04},
+    "delayed": {"ahead": 1},
 }
 WHOLE = ("H", "fragments", "overlap")  # options that are whole numbers
 _TEXT = re.compile(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*")

@@ -1,6 +1,7 @@
 """Loss and gradients -> the whole step, as a plan has gradients travel and the optimiser takes them.
 
-delayed -> watched -> compressed -> what was lost, measured -> corrected for the delay -> clipped, update -> told
+delayed -> watched -> compressed -> what was lost, measured -> clipped, updated -> held ahead
+-> told
 """
 
 from __future__ import annotations
@@ -56,11 +57,15 @@ def whole_step(
         assert written is not None
         errors, by_group = "error" in written.monitored(), [g.params for g in groups]
         program = check(transform.monitor_sums(program, ranks, by_group, body.results, watched, errors))
-    if late is not None and late.options["correction"]:
-        program = check(transform.correct_delay(program, names, body.results, late.options["correction"]))
+    if late is not None:
+        program = check(transform.sum_late(program, names, body.results))
     program, groups = transform.frozen_groups(program, groups, body.results, chosen)
     program = check(transform.optimise(program, groups, body.results, *clipping, settings.grads))
+    if late is not None and late.options["ahead"]:
+        program = check(transform.hold_ahead(program, late.options["ahead"]))
     shapes = {n: parts.shapes[n] for n in names if n in parts.shapes} if parts is not None else {}
+    if given.gathered_codecs(shapes):
+        program = check(transform.count_messages(program))
     codecs = given.told_codecs(shapes) if by_rule else {}
     if codecs:
         program = check(transform.share_updates(program, codecs, given.over[0]))

@@ -12,11 +12,11 @@ from mycel.transform.algebra import algebra
 from mycel.transform.attend import attend
 from mycel.transform.by_parts import by_parts
 from mycel.transform.causal import causal, masks
-from mycel.transform.compressing import DRAWS, compress_gradients, frozen_groups
+from mycel.transform.compressing import DRAWS, compress_gradients, count_messages, frozen_groups
 from mycel.transform.coupling import coupled
 from mycel.transform.cse import cse
 from mycel.transform.dce import dce
-from mycel.transform.delaying import correct_delay, delay_gradients
+from mycel.transform.delaying import delay_gradients, hold_ahead, sum_late
 from mycel.transform.documents import documents
 from mycel.transform.few_rows import few_rows
 from mycel.transform.fold import fold
@@ -90,7 +90,7 @@ __all__ = [
     "by_parts",
     "causal",
     "compress_gradients",
-    "correct_delay",
+    "count_messages",
     "count_uses",
     "coupled",
     "cse",
@@ -106,6 +106,7 @@ __all__ = [
     "fuse",
     "halves",
     "head",
+    "hold_ahead",
     "in_pieces",
     "inline",
     "jvp",
@@ -126,6 +127,7 @@ __all__ = [
     "shares",
     "simplify",
     "small_blocks",
+    "sum_late",
     "unhinted",
     "unshared",
     "value_and_grad",

@@ -19,7 +19,8 @@ of its sum travels during forward, the second during backward.  New inputs, by t
     state exp_avg of w        adam: the optimiser's own.  What travels is Adam's momentum, of which each rank adds a
                               share to its gradient, and what comes is the new one: the update that follows has a frozen
                               variance (`frozen_groups`)
-    counter draws             how many steps have sent: what codecs draw from that round or choose by chance
+    counter draws             how many steps have sent: what codecs draw from that round or choose by chance, and when
+                              checksums of what was sent and has come are compared
 
 Errors are kept without the loss scale of half precision.
 """
@@ -78,6 +79,25 @@ def frozen_groups(
     ordered = [gradients[name] for group in split for name in group.params]
     block = replace(program.main, outputs=(*outputs[:results], *ordered, *outputs[n:]))
     return replace(program, blocks={**program.blocks, program.entry: block}), split
+
+
+def count_messages(program: Program) -> Program:
+    """The step with the number of steps that have sent something, by which messages are looked at now and then."""
+    if DRAWS in program.by_role():
+        return program
+    main, b = program.main, Builder(phase="update")
+    b.inputs, b.eqns = list(main.inputs), list(main.eqns)
+    b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
+    sent = b.input("draws", Type(torch.int64, ()))
+    with b:
+        more = o.add(sent, 1)
+    block = replace(main, inputs=tuple(b.inputs), eqns=tuple(b.eqns), outputs=(*main.outputs, more))
+    return replace(
+        program,
+        blocks={**program.blocks, program.entry: block},
+        updates=(*program.updates, sent.name),
+        roles={**program.roles, sent.name: DRAWS},
+    )
 
 
 @dataclass

@@ -1,22 +1,27 @@
 """Gradients one step late: each step is taken with the gradients of the one before, whose sum over an axis travels
-while this one computes.
+while this one computes; so that they are of about the weights that they change, parameters are held ahead.
 
     d_w = …                        d_w = …
     return loss, d_w               return loss, w.delayed, w.delayed=d_w
-                        =>
-                                   then, behind what compressing does:
-                                   d = summed(…),  g = d + correction · d² · (w - w.before)
-                                   return loss, g, w.before=w
+                        =>         and behind it, of the update w', m' = adam(w, m, …):
+                                   here = w - w.ahead
+                                   there, m' = adam(here, m, …)
+                                   h = ahead · b1 · (there - here)
+                                   return w=there + h, w.ahead=h, …
 
-w.delayed is a partial sum over the axis, and there when the step begins: nothing has to be waited for to send it.  It
-is a gradient at the weights of the step before.  The correction is the first term of its change since, with the square
-of the gradient for the diagonal of the Hessian (DC-ASGD, Zheng et al. 2017): without it AdamW at large rates swings
-between two points.  New inputs, by their roles:
+w.delayed is a partial sum over the axis, and there when the step begins: nothing has to be waited for to send it.
+
+A late gradient pushes where it should have pushed a step ago; with momentum, which goes on pushing, that adds up: of a
+quadratic with b1 = 0.9 the largest stable rate falls from 38 / curvature to 1 / curvature.  So parameters are held
+where momentum alone will have taken the optimiser by the time that their gradients come (Nesterov's point; Ajanthan et
+al. 2025 for late gradients): what is left of the delay is the share (1 - b1) that new gradients have in a move.  The
+optimiser itself goes its own way, `here`, `there`, …; without momentum it is where it was.  New inputs, by their roles:
 
     delayed of w over dp      this rank's gradient of the step before, without the loss scale
-    outer before of w         the weights it was taken at
+    outer ahead of w          how far w is held ahead of where the optimiser is
 
-The first step has no gradient: it changes nothing but what weight decay does.
+The first step has no gradient: it changes nothing but what weight decay does.  A step that changes nothing leaves
+parameters where they are held.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ import torch
 
 from mycel.ir import Builder, Eqn, Program, Role, Type, Var
 from mycel.ops import o
+from mycel.ops.optimisers import is_group_update, optimiser_of
 from mycel.transform.scaling import LOSS_SCALE
 
 
@@ -53,32 +59,81 @@ def delay_gradients(program: Program, names: Sequence[str], results: int, axis: 
             outputs[at] = then if g.dtype == wide else o.cast(then, dtype=g.dtype)
             first += b.eqns[before:]
             del b.eqns[before:]
-    b.eqns[:0] = first
-    return _written(program, b, outputs, updates, roles)
+    block = replace(
+        program.main,
+        inputs=tuple(b.inputs),
+        eqns=(*first, *b.eqns),
+        outputs=(*outputs, *updates.values()),
+    )
+    return replace(
+        program,
+        blocks={**program.blocks, program.entry: block},
+        updates=(*program.updates, *updates),
+        roles=roles,
+    )
 
 
-def correct_delay(program: Program, names: Sequence[str], results: int, correction: float) -> Program:
-    """Gradients that are one step late, as they would be about now."""
-    b, roles = _builder(program)
-    inputs = program.by_role()
-    scale = inputs.get(LOSS_SCALE)
-    outputs, updates = list(program.main.outputs), dict[str, Any]()
+def sum_late(program: Program, names: Sequence[str], results: int) -> Program:
+    """Late gradients of these parameters are summed once, whoever reads them, or are parts of the sum."""
+    b, _ = _builder(program)
+    outputs = list(program.main.outputs)
     with b:
-        for at, name in enumerate(names, results):
-            d, w = outputs[at], inputs.get(Role("parameter", name))
-            if not isinstance(d, Var) or w is None:
+        for at, _ in enumerate(names, results):
+            outputs[at] = o.summed(outputs[at]) if isinstance(outputs[at], Var) else outputs[at]
+    block = replace(program.main, eqns=tuple(b.eqns), outputs=tuple(outputs))
+    return replace(program, blocks={**program.blocks, program.entry: block})
+
+
+def hold_ahead(program: Program, share: float) -> Program:
+    """A step whose parameters are held ahead of where its optimisers are, by a share of what their momentum will do
+    again; those of optimisers without momentum stay."""
+    b, roles = _builder(program)
+    b.eqns, n = [], len(program.results)
+    updates = dict(zip(program.updates, program.main.outputs[n:], strict=True))
+    updated = {new: name for name, new in updates.items() if isinstance(new, Var)}
+    held: dict[str, Any] = {}
+    with b:
+        for eqn in program.main.eqns:
+            b.at(eqn)
+            lead = _momentum(eqn) if is_group_update(eqn.op) else None
+            if lead is None:
+                b.eqns.append(eqn)
                 continue
-            wide = torch.promote_types(d.dtype, torch.float32)
-            before = b.input(f"{name}.before", Type(wide, w.shape))
-            roles[before.name] = Role("outer", "before", of=name)
-            now = w if w.dtype == wide else o.cast(w, dtype=wide)
-            g = o.summed(d if d.dtype == wide else o.cast(d, dtype=wide))
-            weight = o.mul(o.mul(g, g), correction)
-            weight = weight if scale is None else o.div(weight, o.cast(scale, dtype=wide))
-            g = o.add(g, o.mul(weight, o.sub(now, before)))
-            outputs[at] = g if d.dtype == wide else o.cast(g, dtype=d.dtype)
-            updates[before.name] = now
-    return _written(program, b, outputs, updates, roles)
+            before: list[Any] = [*eqn.inputs]
+            inputs, leads = [*before], list[Var]()
+            for i, p in enumerate(before[: eqn.params["count"]]):
+                of = program.roles[updated[eqn.outputs[i]]].name
+                h = b.input(f"{of}.ahead", Type(torch.promote_types(p.dtype, torch.float32), p.shape))
+                roles[h.name] = Role("outer", "ahead", of=of)
+                leads.append(h)
+                inputs[i] = _as(o.sub(p, h), p.dtype)
+            b.eqns.append(replace(eqn, inputs=tuple(inputs)))
+            moves = o.ne(inputs[-1], 1.0)
+            for i, h in enumerate(leads):
+                p, here, there = before[i], inputs[i], eqn.outputs[i]
+                moved = o.sub(_as(there, h.dtype), _as(here, h.dtype))
+                more = o.mul(moved, o.cast(o.mul(lead, share), dtype=h.dtype))
+                held[updated[there]] = o.where(moves, _as(o.add(there, more), p.dtype), p)
+                held[h.name] = o.where(moves, more, h)
+    updates |= held
+    block = replace(
+        program.main,
+        inputs=tuple(b.inputs),
+        eqns=tuple(b.eqns),
+        outputs=(*program.main.outputs[:n], *updates.values()),
+    )
+    return replace(program, blocks={**program.blocks, program.entry: block}, updates=tuple(updates), roles=roles)
+
+
+def _momentum(update: Eqn) -> Any:
+    """The operand of an update of parameters that says how much of their last move they make again; None: nothing."""
+    known = optimiser_of(update.op)
+    name, hyper = known.momentum(update.params), [*known.hyper]
+    return update.inputs[hyper.index(name) - len(hyper) - 2] if name else None  # behind them: scale, skip
+
+
+def _as(x: Any, dtype: torch.dtype) -> Any:
+    return x if x.dtype == dtype else o.cast(x, dtype=dtype)
 
 
 def _builder(program: Program) -> tuple[Builder, dict[str, Role]]:
@@ -86,15 +141,3 @@ def _builder(program: Program) -> tuple[Builder, dict[str, Role]]:
     b.inputs, b.eqns = list(main.inputs), list(main.eqns)
     b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
     return b, dict(program.roles)
-
-
-def _written(
-    program: Program, b: Builder, outputs: Sequence[Any], updates: dict[str, Any], roles: dict[str, Role]
-) -> Program:
-    block = replace(program.main, inputs=tuple(b.inputs), eqns=tuple(b.eqns), outputs=(*outputs, *updates.values()))
-    return replace(
-        program,
-        blocks={**program.blocks, program.entry: block},
-        updates=(*program.updates, *updates),
-        roles=roles,
-    )

@@ -2,7 +2,7 @@
 much that part has changed, encoded.
 
     w' = adam(w, …)                       w' = adam(w, …)
-    return w=w'                           y, r = shared_update(w', w, w.unsent, axes=("dp",), codec="int4", of="w")
+    return w=w'                           y, r = shared_update(w', w, w.unsent, draws, codec="int4", of="w", …)
                                =>         return w=y, w.unsent=r
 
 `lower/compress` writes the gather behind `shared_update` on encoded bytes; all ranks, the one that has updated the
@@ -20,12 +20,14 @@ import torch
 
 from mycel.ir import Builder, Program, Role, Type
 from mycel.ops import o
+from mycel.transform.compressing import DRAWS, count_messages
 
 SKIPPED = Role("counter", "skipped")
 
 
 def share_updates(program: Program, codecs: Mapping[str, str], axis: str) -> Program:
     """The step with the new values of these parameters told along an axis, each by its codec."""
+    program = count_messages(program)
     main, inputs, roles = program.main, program.by_role(), dict(program.roles)
     n = len(program.results)
     updates: dict[str, Any] = dict(zip(program.updates, main.outputs[n:], strict=True))
@@ -43,7 +45,7 @@ def share_updates(program: Program, codecs: Mapping[str, str], axis: str) -> Pro
             roles[error.name] = Role("outer", "unsent", of=name)
             fed_back = o.mul(error, o.cast(is_taken, dtype=error.dtype))
             how = {"codec": codec, "axes": (axis,), "of": name}
-            updates[w.name], lost = o.shared_update(updates[w.name], w, fed_back, **how)
+            updates[w.name], lost = o.shared_update(updates[w.name], w, fed_back, inputs[DRAWS], **how)
             updates[error.name] = o.where(is_taken, lost, error)
     block = replace(main, inputs=tuple(b.inputs), eqns=tuple(b.eqns), outputs=(*main.outputs[:n], *updates.values()))
     return replace(program, blocks={**program.blocks, program.entry: block}, updates=tuple(updates), roles=roles)

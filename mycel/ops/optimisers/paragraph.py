@@ -63,6 +63,11 @@ def is_group_update(op: Op) -> bool:
     return op.name in OPTIMISERS
 
 
+def optimiser_of(update: Op) -> Optimiser:
+    """What is known of an optimiser, by the operator that updates a group."""
+    return OPTIMISERS[update.name]
+
+
 @dataclass(frozen=True)
 class StateSlot:
     """One tensor of a parameter's state: of the parameter's shape; with one element along some of its dims (`ones`); or
@@ -119,6 +124,12 @@ class Optimiser:
             **{k: bool(options[v]) for k, v in self.flags.items()},
             **{k: plain(options[v]) for k, v in self.static.items()},
         }
+
+    def momentum(self, params: Mapping[str, Any]) -> str:
+        """Which of `hyper` says how much of its last move a parameter makes again; "": none, with these static
+        params."""
+        is_off = "momentum" in self.flags and not params.get("momentum")
+        return next((name for name in ("beta1", "momentum") if name in self.hyper and not is_off), "")
 
     def present(self, params: Mapping[str, Any]) -> list[StateSlot]:
         """The slots that there are with these static params."""
