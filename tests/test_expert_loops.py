@@ -127,6 +127,31 @@ def test_a_loop_that_is_refused_is_told_how_to_write_it(how):
         mycel.capture(Loop(how), torch.randn(6, 4, dtype=torch.float64))
 
 
+class Dropping(Loop):
+    """Half of what experts give is dropped, as in tutorials."""
+
+    def __init__(self, how):
+        super().__init__(how)
+        self.experts = nn.ModuleList(nn.Sequential(expert, nn.Dropout(0.5)) for expert in self.experts)
+
+    def forward(self, x):
+        weights, ids = torch.topk(self.router(x).softmax(-1), 2)
+        return getattr(self, self.how)(x, weights, ids)
+
+
+@pytest.mark.parametrize("how", ["added", "whichever"])
+def test_experts_that_drop_draw_for_each_choice(how, recwarn):
+    model, x = Dropping(how), torch.randn(24, 4, dtype=torch.float64)
+    assert "experts" in operators(mycel.capture(model, x))
+    assert not [w for w in recwarn if "computes every one" in str(w.message)]
+    weights, ids = torch.topk(model.router(x).softmax(-1), 2)
+    each = torch.stack([expert[0](x) for expert in model.experts], 1)  # by token and expert
+    one, other = (weights.unsqueeze(-1) * each.gather(1, ids.unsqueeze(-1).expand(-1, -1, 4))).mul(2).unbind(1)
+    sums = torch.stack([torch.zeros_like(one), one, other, one + other])
+    fits = (mycel.jit(model)(x) - sums).abs() < 1e-12
+    assert fits.any(0).all() and fits.any(2).any(1).all()  # all ways to drop are there, and no others
+
+
 class Copied(StackedLoop):
     """An expert's weights for each token and choice."""
 

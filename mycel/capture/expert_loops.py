@@ -362,6 +362,8 @@ class Loops:
 
     def layer(self, mlps: Sequence[Mlp], x: Var, ids: Any, weights: Any, skips: bool, **more: int) -> Any:
         """A layer of these experts, whose weights are put together; `skips`: those without tokens are passed over."""
+        if (dropout := mlps[0].dropout) is not None:
+            return self._dropped(dropout, [replace(mlp, dropout=None) for mlp in mlps], x, ids, weights, skips, **more)
         one, last = mlps[0], 1 if mlps[0].transposed else 0  # the dim of what a product gives
         op = o.stack
         if skips and self.skips is not None:
@@ -376,6 +378,17 @@ class Loops:
         how: dict[str, Any] = {"gate": one.gate, "form": one.form, **({"transposed": True} if one.transposed else {})}
         rows = shaped(x, (ids.shape[0], x.shape[-1]))
         return o.experts(rows, ids, weights, up, down, up_bias, down_bias, **how, **more)
+
+    def _dropped(
+        self, dropout: Eqn, mlps: Sequence[Mlp], x: Var, ids: Any, weights: Any, skips: bool, **more: int
+    ) -> Any:
+        """A layer that drops elements of what experts give: each choice is a row of its own, with draws of its own."""
+        (n, k), width = ids.shape, x.shape[-1]
+        rows = o.expand(o.reshape(x, shape=(n, 1, width)), shape=(n, k, width))
+        rows = o.reshape(rows, shape=(n * k, width))
+        ids, weights = (o.reshape(v, shape=(n * k, 1)) for v in (ids, weights))
+        each = o.dropout(self.layer(mlps, rows, ids, weights, skips, **more), *dropout.inputs[1:], **dropout.params)
+        return o.sum(o.reshape(each, shape=(n, k, each.shape[-1])), dims=(1,))
 
     def said_to_skip(self, mlps: Sequence[Mlp], ids: Any, op: Op) -> tuple[Any, Sequence[Mlp]]:
         """Choices and experts, of which those that are not chosen are not read; rows of a tensor are, with others."""

@@ -5,17 +5,17 @@
     gelu(x @ w1) @ w2                                           weights that are transposed
 
 What is between the products becomes text (`ops/gates.py`).  What it gives may be multiplied by numbers, and by one for
-each row: the weight of the row.
+each row: the weight of the row; and elements of it may be dropped.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from mycel.capture.experts import is_on_elements, parts_of
-from mycel.ir import Op, Var
+from mycel.ir import Eqn, Op, Var
 from mycel.ir.types import NAMES
 from mycel.ops import o
 
@@ -43,12 +43,14 @@ class Mlp:
     form: str
     down: tuple[Var, Var | None]
     transposed: bool
+    dropout: Eqn | None = field(default=None, compare=False)  # of what it gives: each expert draws for itself
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """What experts of a layer have in common."""
         types = [None if w is None else w.type for pair in (*self.ups, self.down) for w in pair]
-        return self.x, self.gate, self.form, self.transposed, types
+        rate = self.dropout.params["p"] if self.dropout is not None else None
+        return self.x, self.gate, self.form, self.transposed, types, rate
 
     @property
     def weights(self) -> list[Var]:
@@ -141,9 +143,12 @@ def _peeled(loops: Loops, y: Any, rows: int) -> tuple[Mlp, tuple[tuple[Op, Any],
     mlp = mlp_of(loops, y)
     if mlp is not None:
         return mlp, ()
-    eqn = loops.of(y, o.mul, o.div)
+    eqn = loops.of(y, o.mul, o.div, o.dropout)
     if eqn is None:
         return None
+    if eqn.op is o.dropout:
+        inner = _peeled(loops, eqn.inputs[0], rows)
+        return None if inner is None or inner[0].dropout else (replace(inner[0], dropout=eqn), inner[1])
     orders: Any = (eqn.inputs, eqn.inputs[::-1])[: 2 if eqn.op is o.mul else 1]
     for x, f in orders:
         if _is_number(f) or (
