@@ -262,6 +262,12 @@ def max_min(x, y):
     return max(x, y) * 2 + min(x, y, x * y) * 3
 
 
+@case((T(0.5), T(2.0)), (T(2.0), T(0.5)), has={"cond"})
+def max_min_of_what_is_made_one_by_one(x, y):
+    named = {"x": x, "y": y, "both": x * y}
+    return max(v * 2 for v in named.values()) + min(named.values()) * 3 - max(map(torch.square, (x, y)), default=x)
+
+
 @case((X,), (-X,), has={"cond"})
 def not_of_a_tensor(x):
     if not x.sum() > 0:

@@ -15,7 +15,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MappingView, Sequence
 from typing import Any
 
 import torch
@@ -591,8 +591,13 @@ def _extreme(plain: Callable[..., Any], sign: Callable[[Any, Any], Any]) -> Call
 
     def function(*args: Any, **kwargs: Any) -> Any:
         values = args if len(args) > 1 else args[0]
-        if vary() and not kwargs and varies(values):
-            return extreme(values, sign)
+        if TRACING and isinstance(values, (Iterator, MappingView)):
+            values = list(values)
+        if vary() and varies(values):
+            if not kwargs:
+                return extreme(values, sign)
+        elif isinstance(values, (tuple, list)) and values:
+            kwargs.pop("default", None)
         if TRACING and kwargs.keys() == {"key"} and isinstance(values, (tuple, list)):
             chosen = first_by(values, call(kwargs["key"]), plain is builtins.max)
             if chosen is not None:
@@ -602,7 +607,7 @@ def _extreme(plain: Callable[..., Any], sign: Callable[[Any, Any], Any]) -> Call
             or not isinstance(values, (tuple, list))
             or not any(isinstance(v, torch.Tensor) and _known(v) is None for v in values)
         ):
-            return plain(*args, **{k: call(v) if k == "key" else v for k, v in kwargs.items()})
+            return plain(values, **{k: call(v) if k == "key" else v for k, v in kwargs.items()})
         best = values[0]
         for v in values[1:]:
             best = choose(sign(v, best), lambda v=v: v, lambda best=best: best)  # type: ignore[misc]
