@@ -31,6 +31,7 @@ class Candidate:
     again: float = 0.0  # seconds of computing again
     price: float = 0.0  # what keeping a byte for backward has cost
     why: str = ""  # it does not fit, or is not the best
+    short: float = float("inf")  # bytes that are missing on the device, at the least, where it does not fit for them
     peak_parts: Mapping[str, int] = field(default_factory=dict)  # bytes at the peak, by what they are
     # where all of the step was lowered
     outcome: Outcome | PlacedOutcome | None = field(default=None, repr=False, compare=False)

@@ -94,6 +94,7 @@ def _in_places(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
 def placed_step(task: Task, given: Plan) -> PlacedStep:
     """A step to cut into the programs of places."""
     assert task.at_place is not None
+    lower.refuse_unknown_values(task.program, given)
 
     def laid_out(program: Program, of_place: Plan, inputs: Given) -> tuple[Plan, lower.Distributed | None]:
         return with_layouts(Task(program, task.body, task.hardware, task.compiled, *inputs), of_place)
@@ -167,6 +168,7 @@ class LaidOut:
 
     @staticmethod
     def of(task: Task, given: Plan) -> LaidOut:
+        lower.refuse_unknown_values(task.program, given)
         laid_out, spread = with_layouts(task, given)
         rows = given.sent_codecs().get("experts", "")
         local = lower.local_of(task.program, spread, given.is_pipeline, rows=rows)

@@ -18,10 +18,11 @@ message is a bound for all of them; a plan within `NEAR` of it ends the search.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -39,12 +40,13 @@ from mycel.candidates import (
     computed_again,
 )
 from mycel.errors import PlanError
-from mycel.ir import DEVICE, Layout, Mesh, Program, Role, Var, runs, unchecked, walk
+from mycel.ir import DEVICE, Layout, Mesh, Program, Role, Var, read_dims, runs, unchecked, walk
 from mycel.offloading import Spaces, Way
 from mycel.parts import ShardedModel, UnshardedStep
 from mycel.plan import STAGE_AXIS, Costs, Plan, Times
 from mycel.plan.clock import WORKSPACE
 from mycel.plan.cluster import Cluster
+from mycel.plan.names import near
 from mycel.plan.schedule import PipelineTimes, timeline
 from mycel.plan.towers import Tower, towers
 from mycel.planning import LaidOut, Task, placed_step
@@ -54,7 +56,7 @@ from mycel.search_order import GAIN, SearchOrder
 from mycel.search_remarks import explained, nothing_fits
 from mycel.search_space import AXES, SearchSpace, Shape
 from mycel.shallow import Make, Shallow, layer_lists
-from mycel.sizes import shown, span
+from mycel.sizes import parse_bytes, shown, span
 from mycel.stage_price import StagePricing, layer_runs
 
 NEAR = 0.01  # a plan this close to the bound ends the search
@@ -198,13 +200,36 @@ class Search:
 
     def written(self, shape: Shape) -> Plan:
         """The plan of a shape before anything is decided: what is given, and over tp the parameters that cost least."""
-        data = shape.data()
         parameters = self.parameters(shape) if shape.tp * shape.ty * shape.ep > 1 else {}
-        data |= {"offload": self.given.offload} if self.given.offload is not None else {}
-        return Plan.read({**data, **self.given.passed_on, "parameters": {**parameters, **self._given_parameters()}})
+        offload = {"offload": self.given.offload} if self.given.offload is not None else {}
+        return Plan.read({**self._data(shape), **offload, "parameters": {**self._given_parameters, **parameters}})
 
-    def _given_parameters(self) -> dict[str, Any]:
-        return dict(self.given.passed_on.get("parameters", {}))
+    def _data(self, shape: Shape) -> dict[str, Any]:
+        """What of a plan its shape says, and what is given: its mesh has all axes that are named."""
+        data = shape.data()
+        if not shape.place:
+            sizes: dict[str, int] = data["mesh"]
+            names = self.given.mesh or [*(axis for axis in AXES if axis in self._axes - {*sizes}), *sizes]
+            data["mesh"] = {axis: sizes.get(axis, 1) for axis in names}
+        return {**data, **self.given.passed_on}
+
+    @functools.cached_property
+    def _axes(self) -> frozenset[str]:
+        """That hints in code and what is given name."""
+        hinted = dict(lower.hinted_axes(self.program))
+        if self.given.mesh is not None:
+            lower.with_known_axes(self.program, Mesh(self.given.mesh))
+        for axis, source in hinted.items():
+            if axis not in AXES:
+                raise PlanError(
+                    f"mycel.shard: the search knows no axis {axis!r}\n  known     {', '.join(AXES)}\n"
+                    f"  at        {source}\n  try       {near(axis, AXES)}"
+                )
+        return frozenset(hinted) | self.given.axes
+
+    @property
+    def _given_parameters(self) -> Mapping[str, Any]:
+        return self.given.passed_on.get("parameters", {})
 
     def parameters(self, shape: Shape) -> dict[str, Any]:
         """Layouts over tp, ty and ep, by pattern; those that stay whole are left out."""
@@ -223,12 +248,15 @@ class Search:
 
     def _parameter_layouts(self, shape: Shape, unsharded: UnshardedStep) -> dict[str, Layout]:
         """The layouts over tp and ty that cost least, by name; experts lie over ep."""
-        ready = Plan.read("ep", Mesh(ep=shape.ep)) if shape.ep > 1 else None
-        written = Plan.read({**shape.data(), "loose": True, "parameters": dict(ready.parameters) if ready else {}})
+        given = self._given_parameters
+        ready = Plan.read("ep", Mesh(ep=shape.ep)).parameters if shape.ep > 1 else {}
+        written = Plan.read({**self._data(shape), "loose": True, "parameters": {**given, **ready}})
         names = {role.name: v.shape for role, v in _parameters(unsharded.program)}
+        left = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in given)]
         axes = tuple(a for a in ("tp", "ty") if a in shape.sizes)
         if not axes:
-            return written.parameter_layouts(names)
+            layouts_there = written.parameter_layouts(names)
+            return {name: layouts_there[name] for name in left}
         program = unsharded.program
         inputs, _ = ShardedModel(self.model, self.optimizer, written).given(unsharded)
         whole = lower.settled(program, written, inputs)
@@ -236,12 +264,12 @@ class Search:
         costs = Costs(whole, self.cluster.hardware, self.compiled)
         roles = [program.role(v) for v in program.inputs]
         at = {role.name: i for i, role in enumerate(roles) if role.kind == "parameter"}
-        free = {i: i for i in at.values()}
+        free = {at[name]: at[name] for name in left}
         for i, (role, v) in enumerate(zip(roles, program.inputs, strict=True)):
-            if role.kind == "state" and role.of in at and v.shape == program.inputs[at[role.of]].shape:
+            if role.kind == "state" and role.of in left and v.shape == program.inputs[at[role.of]].shape:
                 free[i] = at[role.of]
         layouts = plan.parameter_layouts(whole, written, inputs, free, axes, costs, links, lower.Prices(links))
-        return {name: layouts[i] for name, i in at.items()}
+        return {name: layouts[at[name]] for name in left}
 
     # -- pricing
 
@@ -255,7 +283,7 @@ class Search:
 
     def _price(self, shape: Shape) -> Candidate:
         if self.memory is not None and self.held(shape) > self.memory:
-            return Candidate(shape, why=f"out of memory by {shown(self.held(shape) - self.memory)}")
+            return _too_large(shape, self.held(shape) - self.memory)
         return self._timed(shape, self.written(shape))
 
     @functools.cached_property
@@ -282,10 +310,13 @@ class Search:
         except PlanError as e:
             if "too much" not in str(e):
                 raise
-            return Candidate(shape, why=f"out of memory by {_short_of(str(e))}")
+            return _too_large(shape, *_shortages(str(e)))
 
     def priced(self, written: Plan) -> Candidate:
         """What a plan that people wrote comes to, on as many devices."""
+        _refuse_unpriced(written)
+        if len(choices := written.compressions()) > 1:
+            return min(map(self.priced, choices), key=lambda c: c.seconds)
         if written.place:
             shape = Shape(
                 place=written.places, zero=written.zero, microbatches=written.microbatches, schedule=written.schedule
@@ -301,7 +332,11 @@ class Search:
             pp=stages,
             schedule=written.schedule,
             levels=tuple(written.levels.items()),
+            at_once=written.at_once,
         )
+        codec = written.compressed()
+        if codec is not None:
+            shape = replace(shape, compress=str(written.compress[codec.axis]), along=codec.axis)
         shape = shape if shape.default_order == tuple(sizes) else replace(shape, order=tuple(sizes))
         with unchecked():
             return self._timed(shape, written.given)
@@ -411,7 +446,7 @@ class Search:
                 sent[between] = sent.get(between, 0.0) + messages
                 cut = replace(written, stages=priced.begin)
                 return Candidate(shape, cut, times, sent, again, price, line=priced.line)
-        return Candidate(shape, why=f"out of memory by {shown(nearest - (self.memory or 0))}")
+        return _too_large(shape, nearest - (self.memory or 0))
 
     def _stage_pricing(self, shape: Shape, written: Plan) -> StagePricing:
         """Of the step inside a stage, which plans share whose schedules differ."""
@@ -427,12 +462,20 @@ class Search:
         shape = candidate.shape
         written = self.written(shape)
         entries = [["-"] * ndim, *(["tp" if d == k else "-" for d in range(ndim)] for k in range(ndim))]
+        if fixed := self.given_layout(pattern):
+            yield fixed, candidate
+            return
         for entry in entries if shape.tp > 1 else entries[:1]:
             parameters = {k: v for k, v in written.parameters.items() if k != pattern}
             if any(e != "-" for e in entry):
                 parameters[pattern] = entry
             with unchecked():
                 yield entry, self._timed(shape, replace(written, parameters=parameters))
+
+    def given_layout(self, name: str) -> list[str]:
+        """Of parameters of a name or pattern, where it is given: the entry of each dim."""
+        entries = (entry for pattern, entry in self._given_parameters.items() if fnmatchcase(name, pattern))
+        return [".".join(axes) or "-" for entry in itertools.islice(entries, 1) for axes in read_dims(entry, name)]
 
     def detail(self, candidate: Candidate) -> Detail:
         """The program of a plan that was priced; of a deep model that with fewer layers."""
@@ -510,11 +553,30 @@ class Search:
 
     def on_one_host(self) -> Search:
         """The same search, as if there were no other hosts."""
-        alone = Search(
-            self.model, self.optimizer, self._make, self.cluster.one_host, self.memory, self._written, self.compiled
-        )
-        alone._steps = self._steps
-        return alone
+        return self.otherwise(cluster=self.cluster.one_host)
+
+    def otherwise(
+        self, cluster: Cluster | None = None, memory: int | None = None, without: Collection[str] = ()
+    ) -> Search:
+        """The same search on other devices, with more memory, or with less given."""
+        given = {name: said for name, said in self._written.items() if name not in without}
+        memory = memory or self.memory
+        other = Search(self.model, self.optimizer, self._make, cluster or self.cluster, memory, given, self.compiled)
+        other._steps, other.shallow = self._steps, self.shallow
+        return other
+
+    def is_given(self, name: str) -> bool:
+        return name in self._written
+
+    def first_fit(self) -> Candidate | None:
+        """The first plan that fits, if any does."""
+        try:
+            for shape in SearchOrder(self):
+                if shape not in self.candidates and self.price(shape).fits:
+                    return self.candidates[shape]
+        except PlanError:  # nothing divides so
+            pass
+        return None
 
     def flops(self) -> float:
         program, count = self.program, runs(self.program)
@@ -558,10 +620,31 @@ class Search:
         return Answer(ranked, bound, self.flops(), tokens, self.is_text, self.cluster, took, complete, bars)
 
 
-def _short_of(refusal: str) -> str:
-    """What a refusal says is too much, and where that is if it is not the device."""
-    shortages = re.findall(r"^(.*): ([\d.]+ \w+) too much", refusal, re.MULTILINE)
-    return " and ".join(f"{n} on the host" if "on the host" in line else n for line, n in shortages) or "some"
+def _refuse_unpriced(written: Plan) -> None:
+    """PlanError for steps that are not all alike: no one figure says what they take."""
+    said = next((how for how in written.compress.values() if not isinstance(how, str)), None)
+    said = "when" if "when" in written.compress else said
+    if said is not None or written.synced() is not None:
+        key, entry = ("sync", written.sync) if said is None else ("compress", written.compress)
+        raise PlanError(
+            f"{key}: {dict(entry)}: a step is priced where all travels in one way in each step\n"
+            f"  try       the plan without {key}, or with one codec: compress: {{dp: int8+ef}}"
+        )
+
+
+def _too_large(shape: Shape, device: float, host: float = 0.0) -> Candidate:
+    """A plan for which so much is missing."""
+    missing = [shown(n) + where for n, where in ((device, ""), (host, " on the host")) if n]
+    return Candidate(shape, why=f"out of memory by {' and '.join(missing)}", short=float("inf") if host else device)
+
+
+def _shortages(refusal: str) -> tuple[float, float]:
+    """What a refusal says is too much, on the device and on the host."""
+    device = host = 0.0
+    for line, size in re.findall(r"^(.*): ([\d.]+ \w+) too much", refusal, re.MULTILINE):
+        missing = parse_bytes(size.replace("bytes", "B"))
+        device, host = (device, host + missing) if "on the host" in line else (device + missing, host)
+    return device, host
 
 
 def _parameters(program: Program) -> Iterator[tuple[Role, Var]]:

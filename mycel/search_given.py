@@ -7,16 +7,20 @@ place                         sub-models on ranks of their own, as in a plan; or
 offload                       what may lie on the host, in every plan that is looked at
 compress                      a codec by axis, or `auto`: the search picks one, or none.  Gradients that travel
                               encoded are not quite the same, so it is never picked unasked
-parameters, activations, sums, recompute
+batch, parameters, activations, sums, recompute
+
+An axis that layouts, the batch or ZeRO name has several ranks in every plan that is looked at; one that hints in the
+model's code name is there, be it with one rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mycel.errors import PlanError
+from mycel.ir import Axes, read_dims
 from mycel.plan.compression import AUTO, CANDIDATES, EXACT, auto_budget, read_codec, usual_loss
 from mycel.plan.names import near
 from mycel.plan.places import Place, read_places
@@ -26,9 +30,9 @@ from mycel.plan.synchronising import read_policy
 from mycel.plan.zero import read_zero
 from mycel.search_space import AXES, BATCH, Shape
 
-PASSED_ON = ("parameters", "activations", "sums", "recompute")
+PASSED_ON = ("batch", "parameters", "activations", "sums", "recompute")
 KNOWN = ("mesh", "zero", "microbatches", "stages", "schedule", "place", "offload", "compress", *PASSED_ON)
-FOLLOWS = ("batch", "over", "loose")  # from the rest
+FOLLOWS = ("loose", "decided", "predicted")  # from the rest, or anew
 SCHEDULES = ("1f1b", "interleaved", "zbv")
 
 
@@ -48,6 +52,10 @@ class Given:
     place: tuple[Place, ...] = ()
     tries_places: bool = False  # whatever the best plan waits for
     levels: tuple[tuple[str, int], ...] = ()  # of ZeRO, by pattern
+    over: Axes = ()  # of ZeRO
+    along: str = ""  # gradients are encoded
+    batch: tuple[Axes, ...] | None = None  # the axes of each dim, of all its tensors together
+    axes: frozenset[str] = frozenset()  # that have several ranks
 
     @staticmethod
     def read(data: Mapping[str, Any]) -> Given:
@@ -63,10 +71,13 @@ class Given:
         if parts is not None and (not isinstance(parts, int) or isinstance(parts, bool) or parts < 1):
             raise PlanError(f"microbatches: {parts!r}\n  try       a whole number, at least 1")
         level, over, levels = read_zero(zero, "the plan")
+        over = over if level else ()
         for axis in over:
-            _refuse_axis(f"zero: {zero}", axis, mesh, AXES)
+            _refuse_axis(f"zero: {zero}", axis, mesh, BATCH)
+        batch = _batch(data.get("batch"), mesh)
+        named = {*over, *(axis for dim in batch or () for axis in dim), *_axes_of_layouts(data, mesh)}
         offload = data.get("offload")
-        codecs, is_compressed = _codecs(data.get("compress"), mesh)
+        codecs, is_compressed, along = _codecs(data.get("compress"), mesh)
         return Given(
             mesh or None,
             level if zero is not None else None,
@@ -75,15 +86,20 @@ class Given:
             None if offload in (None, "none") else offload,
             codecs,
             is_compressed,
-            {k: data[k] for k in PASSED_ON if data.get(k) is not None},
+            {k: data[k] for k in (*PASSED_ON, "loose") if data.get(k) is not None},
             *_places(data),
             levels=tuple(levels.items()),
+            over=over,
+            along=along,
+            batch=batch,
+            axes=frozenset(axis for axis in named if mesh.get(axis, 2) > 1),
         )
 
     @property
     def may_place(self) -> bool:
         """Does nothing that is given keep sub-models from ranks of their own?"""
-        return self.mesh is None and self.stages is None and self.offload is None and not self.is_compressed
+        fixed = self.mesh is not None or self.stages is not None or self.offload is not None or self.is_compressed
+        return not (fixed or self.axes - {"dp"} or {"parameters", "activations"} & self.passed_on.keys())
 
     @property
     def pp(self) -> int:
@@ -98,11 +114,59 @@ class Given:
 
     def applied(self, shape: Shape) -> Shape:
         """A plan as it is with what is given of it."""
-        if self.is_compressed and shape.replicas > 1 and shape.pp == 1:
-            shape = replace(shape, compress=self.codecs[0])
+        if self.is_compressed and self.may_encode(shape):
+            shape = self.encoded(shape, self.codecs[0])
         if self.levels and shape.over:
             shape = replace(shape, levels=self.levels)
         return replace(shape, offload=True) if self.offload is not None else shape
+
+    def holds(self, shape: Shape) -> bool:
+        """Has a plan the axes that are named, and batch and ZeRO along those that are given for them?"""
+        if shape.place or shape.world == 1:
+            return True
+        same_batch = self.batch is None or _split(self.batch) == _split(read_dims(shape.batch, "batch"))
+        same_over = not self.over or {*replace(shape, zero=shape.zero or 1).over} == {*self.over}
+        return same_batch and same_over and self.axes <= {*shape.sizes}
+
+    def may_encode(self, shape: Shape) -> bool:
+        """Are there several ranks along the axis on which gradients are encoded?"""
+        return shape.replicas > 1 and (not self.along or self.along in shape.sizes)
+
+    def encoded(self, shape: Shape, codec: str) -> Shape:
+        return replace(shape, compress=codec, along=self.along)
+
+
+def _batch(entry: Any, mesh: Mapping[str, int]) -> tuple[Axes, ...] | None:
+    """The axes that split each dim, of tensors of the batch together."""
+    if entry is None:
+        return None
+    axes: list[list[str]] = []
+    for name, each in entry.items() if isinstance(entry, Mapping) else [("", entry)]:
+        where = f"batch: {name}".rstrip(": ")
+        for d, dim in enumerate(read_dims(each, where)):
+            axes += [[]] * (d + 1 - len(axes))
+            axes[d] = [*dict.fromkeys((*axes[d], *dim))]
+            for axis in dim:
+                _refuse_axis(where, axis, mesh, (*BATCH, "cp"))
+    return tuple(map(tuple, axes))
+
+
+def _split(dims: Sequence[Axes]) -> list[set[str]]:
+    """The axes of dims, in any order; dims at the end that are whole do not count."""
+    sets = [set(dim) for dim in dims]
+    while sets and not sets[-1]:
+        sets.pop()
+    return sets
+
+
+def _axes_of_layouts(data: Mapping[str, Any], mesh: Mapping[str, int]) -> Iterator[str]:
+    """What layouts of parameters and activations name."""
+    for kind in ("parameters", "activations"):
+        entries = data.get(kind) or {}
+        for name, entry in entries.items() if isinstance(entries, Mapping) else ():  # else a plan refuses it
+            for axis in (axis for dim in read_dims(entry, f"{kind}: {name}") for axis in dim):
+                _refuse_axis(f"{kind}: {name}", axis, mesh, AXES)
+                yield axis
 
 
 def _places(data: Mapping[str, Any]) -> tuple[tuple[Place, ...], bool]:
@@ -176,20 +240,20 @@ def _refuse_misspelt(name: str, said: Any) -> None:
         refuse_number_at_once(said)
 
 
-def _codecs(entry: Any, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], bool]:
-    """(what may be picked, is there no choice?)"""
+def _codecs(entry: Any, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], bool, str]:
+    """(what may be picked, is there no choice?, along which axis)"""
     if not entry:
-        return (), False
-    where, said = "compress", entry
+        return (), False, ""
+    where, said, axis = "compress", entry, ""
     if isinstance(entry, Mapping) and len(entry) == 1:
         axis, said = next(iter(entry.items()))
         _refuse_axis(where, axis, mesh, BATCH)
         where = f"compress: {axis}"
     budget = auto_budget(said, where)
     if budget is not None:
-        return tuple(c for c in CANDIDATES if c != EXACT and usual_loss(c) <= budget), False
+        return tuple(c for c in CANDIDATES if c != EXACT and usual_loss(c) <= budget), False, axis
     if not isinstance(said, str):
         raise PlanError(
             f"compress: {entry!r}\n  try       one codec for the search, such as  compress: {{dp: int8+ef}}"
         )
-    return ((said,), True) if read_codec(said, where) is not None else ((), False)
+    return ((said,), True, axis) if read_codec(said, where) is not None else ((), False, "")

@@ -19,7 +19,7 @@ from mycel.plan.cluster import Cluster
 from mycel.plan.places import REST
 from mycel.plan.towers import Tower
 from mycel.search_given import Given
-from mycel.search_space import LEVELS, SearchSpace, Shape, moved_ranks, on_ranks_of_their_own, shares
+from mycel.search_space import AXES, LEVELS, SearchSpace, Shape, moved_ranks, on_ranks_of_their_own, shares
 
 WORSE = 1.02  # a direction that is slower by this is left: more tp (where twice in turn), lower levels of ZeRO
 MUCH_WORSE = 1.2  # more tp is left at once
@@ -62,7 +62,7 @@ class SearchOrder:
 
     def __iter__(self) -> Iterator[Shape]:
         looked_at = self._in_places() if self.given.place else self._staged() if self.given.pp > 1 else self._all()
-        return (self.given.applied(shape) for shape in looked_at)
+        return (self.given.applied(shape) for shape in looked_at if self.given.holds(shape))
 
     def _all(self) -> Iterator[Shape]:
         meshes = list(self.meshes())
@@ -89,10 +89,15 @@ class SearchOrder:
             for zero in levels if mesh.dp > 1 else levels[:1]:
                 first = replace(mesh, zero=zero)
                 others = (*space.orders(first), *space.hybrids(first)) if is_free else ()
-                codecs = self.given.codecs if mesh.replicas > 1 and not self.given.is_compressed else ()
-                for shape, count, codec in itertools.product((first, *others), self._counts(mesh)[:2], ("", *codecs)):
+                for shape, count in itertools.product((first, *others), self._counts(mesh)[:2]):
                     if zero != 2 or count > 1:  # a gradient is there once: level 2 is level 1
-                        yield replace(shape, microbatches=count, compress=codec)
+                        yield replace(shape, microbatches=count)
+                        yield from self._with_codecs(replace(shape, microbatches=count))
+
+    def _with_codecs(self, shape: Shape) -> Iterator[Shape]:
+        """Its gradients encoded in each way that may be picked."""
+        if self.given.may_encode(shape) and not self.given.is_compressed:
+            yield from (self.given.encoded(shape, codec) for codec in self.given.codecs)
 
     def _promising(self, meshes: list[Shape]) -> Iterator[Shape]:
         yield from self._sizes(meshes)
@@ -123,7 +128,7 @@ class SearchOrder:
         """Without ZeRO and microbatches, small tp first."""
         fixed, world = self.given.mesh, self.space.world
         if fixed is None:
-            yield from self.space.meshes()
+            yield from filter(self.given.holds, self.space.meshes(self.given.axes))
             return
         if (count := Mesh(fixed).world * self.given.pp) != world:
             stages = f" in each of {self.given.pp} stages" if self.given.pp > 1 else ""
@@ -135,7 +140,7 @@ class SearchOrder:
         shape = Shape(**sizes)
         order = tuple(a for a, n in fixed.items() if n > 1)
         shape = shape if order == shape.default_order else replace(shape, order=order)
-        if self.space.has(shape):
+        if self.space.has(shape) and self.given.holds(shape):
             yield shape
 
     def _sizes(self, meshes: list[Shape]) -> Iterator[Shape]:
@@ -144,6 +149,7 @@ class SearchOrder:
         split_length = True  # did splitting the sequence help, the last time it was tried?
         for tp in dict.fromkeys(mesh.tp for mesh in meshes):
             before, fastest = self.fastest(), float("inf")
+            cp = 0  # of the fastest
             for mesh in (m for m in meshes if m.tp == tp):
                 if mesh.cp > 1 and not split_length and fastest < float("inf"):
                     break
@@ -156,9 +162,10 @@ class SearchOrder:
                 seconds = self._priced(first).seconds
                 if mesh.cp > 1:
                     split_length = seconds < fastest
-                if seconds > fastest:
+                if seconds > fastest and mesh.cp > cp:
                     break
-                fastest = seconds
+                if seconds < fastest:
+                    fastest, cp = seconds, mesh.cp
             worse = worse + 1 if fastest > before * WORSE else 0
             if worse == 2 or MUCH_WORSE * before < fastest < float("inf"):
                 break
@@ -254,7 +261,7 @@ class SearchOrder:
     def _encoded(self) -> Iterator[Shape]:
         """Gradients encoded on the slowest wire, where that may be."""
         for candidate in self.worth_encoding():
-            yield from (replace(candidate.shape, compress=codec) for codec in self.given.codecs)
+            yield from self._with_codecs(candidate.shape)
 
     def worth_encoding(self) -> list[Candidate]:
         """Plans that wait for gradients, and would be the fastest if these took no time; those first that split the
@@ -279,6 +286,8 @@ class SearchOrder:
             for staged in each:
                 bubbles = 1 + (staged.pp - 1) / (2 * staged.microbatches)  # of interleaved stages
                 if search.bound * bubbles > self.fastest() or search.held(staged) > self.memory:
+                    continue
+                if not self.given.holds(staged):
                     continue
                 yield staged
                 seconds = self._priced(staged).seconds
@@ -362,8 +371,8 @@ class SearchOrder:
                 f"  try       microbatches: {pp} (train.accumulate={pp}), or stages: {count}"
             )
         inside = SearchSpace(space.world // pp, space.devices, space.rows, space.length, space.experts, space.layers)
-        meshes = list(self.meshes()) if self.given.mesh is not None else list(inside.meshes())
-        for mesh in meshes:
+        meshes = self.meshes() if self.given.mesh is not None else inside.meshes(self.given.axes)
+        for mesh in filter(self.given.holds, meshes):
             zero = self.given.zero if self.given.zero is not None else int(mesh.dp > 1)
             counts = [n for n in self._counts(mesh) if n >= pp]
             if not counts:
@@ -381,10 +390,15 @@ class SearchOrder:
         yield from (replace(best, schedule=name) for name in self.given.schedules if name != best.schedule)
 
     def _refuse(self) -> None:
-        stages = f" in {self.given.pp} stages" if self.given.pp > 1 else ""
+        given, stages = self.given, f" in {self.given.pp} stages" if self.given.pp > 1 else ""
+        axes = [axis for axis in AXES if axis in given.axes]
+        named = f" with {', '.join(axes)}" if axes else ""
+        batch = {"batch": given.passed_on["batch"]} if given.batch is not None else {}
+        held = batch | ({"zero": f"{given.zero} over {'.'.join(given.over)}"} if given.over else {})
+        kept = "".join(f"  given     {name}: {said}\n" for name, said in held.items())
         raise PlanError(
-            f"no mesh of {self.space.world} devices{stages} divides a batch of {self.space.rows} rows\n"
-            "  try       a larger batch, or a mesh"
+            f"no mesh of {self.space.world} devices{stages}{named} divides a batch of {self.space.rows} rows\n{kept}"
+            f"  try       a larger batch, or a mesh{' of other axes' if axes or held else ''}"
         )
 
     # -- wires

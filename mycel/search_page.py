@@ -33,7 +33,7 @@ h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
 table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
 td, th { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
 td:first-child, th:first-child, td:last-child, th:last-child { text-align: left; }
-.scroll td:last-child { white-space: normal; min-width: 11rem; }
+.scroll td:first-child, .scroll td:nth-last-child(-n+2) { white-space: normal; min-width: 11rem; }
 tr.best { background: #eef6ee; } .scroll { overflow-x: auto; } .quiet { color: #777; }
 svg text { font: 11px system-ui, sans-serif; fill: #444; }
 .cuts { display: flex; flex-wrap: wrap; gap: 1.2rem; } figure { margin: 0; } figcaption { font-size: 12px; }

@@ -3,18 +3,22 @@ where nothing fits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from mycel.candidates import Answer, Candidate
 from mycel.errors import PlanError
+from mycel.plan.cluster import Cluster
 from mycel.plan.compression import CANDIDATES
 from mycel.search_order import Pricing, SearchOrder
 from mycel.search_space import Shape
 from mycel.sizes import shown, span
 
 WAITING = 0.2  # the share of a step above which it is said that ranks wait for each other
+LEFT_TO_THE_SEARCH = ("recompute", "offload", "microbatches", "zero", "stages", "parameters", "activations", "mesh")
+MORE_MEMORY = (1.005, 1.05, 1.1, 1.25, 1.5, 2, 3, 4, 6, 8)  # times what a plan needs at the least
+MORE_DEVICES = (2, 4, 8, 16, 32, 64)  # times
 
 
 class Searching(Pricing, Protocol):
@@ -22,6 +26,11 @@ class Searching(Pricing, Protocol):
 
     def run(self) -> Answer: ...
     def on_one_host(self) -> Searching: ...
+    def otherwise(
+        self, cluster: Cluster | None = ..., memory: int | None = ..., without: Collection[str] = ...
+    ) -> Searching: ...
+    def is_given(self, name: str) -> bool: ...
+    def first_fit(self) -> Candidate | None: ...
     def price(self, shape: Shape) -> Candidate: ...
     def bytes_of(self, kind: str) -> int: ...
 
@@ -88,15 +97,33 @@ def explained(candidate: Candidate, best: Candidate) -> Candidate:
 
 
 def nothing_fits(search: Searching, ranked: Sequence[Candidate]) -> PlanError:
+    """How much is missing, and the smallest change of each kind under which a plan fits."""
     least = min((search.held(c.shape) for c in ranked), default=0.0)
     parameters, state = search.bytes_of("parameter"), search.bytes_of("state")
-    nearest = min(ranked, key=lambda c: search.held(c.shape)) if ranked else None
+    nearest = min(ranked, key=lambda c: (c.short, search.held(c.shape)))
     memory = search.memory or 0
-    devices = -(-int(parameters + state) // max(1, int(memory * 0.8)))
+    changes = list(_that_fit(search, nearest)) or ["a smaller batch, with more devices"]
+    changes += ["more of the host's"] if any("on the host" in c.why for c in ranked) else []
     return PlanError(
         f"no plan fits {shown(memory)} a device\n"
         f"  needs     at least {shown(least)} for {shown(parameters)} of parameters and {shown(state)} of state\n"
-        f"  nearest   {nearest.shape if nearest else ''}: {nearest.why if nearest else ''}\n"
-        f"  try       {max(devices, search.cluster.world * 2)} devices, a smaller batch, or more memory"
-        + (", or more of the host's" if any("on the host" in c.why for c in ranked) else "")
+        f"  nearest   {nearest.shape}: {nearest.why}\n"
+        f"  try       {', or '.join(changes)}"
     )
+
+
+def _that_fit(search: Searching, nearest: Candidate) -> Iterator[str]:
+    """What is given left to the search, more memory, more devices: each tried."""
+    for name in LEFT_TO_THE_SEARCH:
+        if search.is_given(name) and (best := search.otherwise(without=(name,)).first_fit()):
+            yield f"the plan without {name} ({best.shape})"
+    needed = (search.memory or 0) + nearest.short
+    for share in MORE_MEMORY if nearest.short < float("inf") else ():
+        if search.otherwise(memory=int(needed * share)).price(nearest.shape).fits:
+            yield f"{shown(needed * share)} a device ({nearest.shape})"
+            break
+    for count in MORE_DEVICES:
+        other = search.otherwise(cluster=search.cluster.times(count), without=("mesh", "place"))
+        if best := other.first_fit():
+            yield f"{other.cluster.world} devices ({best.shape})"
+            break

@@ -10,7 +10,7 @@ place   sub-models on meshes of their own, instead of all of these
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ class Shape:
 
     order     of the axes on the wires, the slowest first, where it is not that of `AXES`
     at_once   of the microbatches: two, of which one computes while the other waits for ranks
-    compress  how gradients travel between the ranks that share no wire faster than the slowest
+    compress  how gradients travel, along `along` or between the ranks that share no wire faster than the slowest
     levels    of ZeRO, of patterns of parameters that have another than `zero`
     """
 
@@ -50,6 +50,7 @@ class Shape:
     order: tuple[str, ...] = ()
     offload: bool = False
     compress: str = ""
+    along: str = ""
     levels: tuple[tuple[str, int], ...] = ()
     place: tuple[Place, ...] = ()
     at_once: int = 1
@@ -110,8 +111,8 @@ class Shape:
 
     @property
     def compressed(self) -> str:
-        """The axis along which gradients are compressed: the slowest that splits the batch."""
-        return next((a for a in self.sizes if a in BATCH), "dp")
+        """The axis along which gradients are compressed: the slowest that splits the batch, or as it is said."""
+        return self.along or next((a for a in self.sizes if a in BATCH), "dp")
 
     def __str__(self) -> str:
         axes = [f"pp={self.pp}"] if self.pp > 1 else []
@@ -146,13 +147,21 @@ class SearchSpace:
     experts: int = 1
     layers: int = 1
 
-    def meshes(self) -> Iterator[Shape]:
-        """Of dp, cp and tp, small tp first."""
+    def meshes(self, named: Collection[str] = ()) -> Iterator[Shape]:
+        """Of dp, cp, tp and the axes that are named, small tp first."""
         for tp in divisors(self.world):
             for cp in divisors(self.world // tp):
-                shape = Shape(self.world // tp // cp, cp, tp)
-                if self.has(shape):
-                    yield shape
+                for ty, fsdp, ep in self._splits(self.world // tp // cp, [a in named for a in ("ty", "fsdp", "ep")]):
+                    dp = self.world // (tp * cp * ty * fsdp * ep)
+                    shape = Shape(dp, cp, tp, ty=ty, fsdp=fsdp, ep=ep)
+                    if self.has(shape):
+                        yield shape
+
+    def _splits(self, ranks: int, wanted: Sequence[bool]) -> Iterator[tuple[int, ...]]:
+        """Sizes of axes that divide so many ranks; 1 for those that are not wanted."""
+        for n in divisors(ranks) if wanted[0] else [1]:
+            for others in self._splits(ranks // n, wanted[1:]) if wanted[1:] else [()]:
+                yield (n, *others)
 
     def has(self, shape: Shape) -> bool:
         """Do batch and sequence have as many parts as it takes?"""
@@ -242,13 +251,17 @@ def on_ranks_of_their_own(groups: Sequence[tuple[str, ...]], counts: Sequence[in
     return read_places(entries)
 
 
-def any_plan(world: int, compress: Mapping[str, str], placed: bool = False) -> Plan:
-    """Of so many ranks: the program of one device depends on none but for how gradients travel, and on whether
-    sub-models have ranks of their own."""
+def any_plan(
+    world: int, compress: Mapping[str, str], placed: bool = False, sizes: Mapping[str, int] | None = None
+) -> Plan:
+    """Of so many ranks, on the mesh that is given: the program of one device depends on it only where regions are
+    spread by hand; on how gradients travel, and on whether sub-models have ranks of their own."""
     if placed:
         return Plan.read({"place": {"-": [0], REST: [f"1..{world - 1}"]}})
     axis = next(iter(compress), "dp")
-    return Plan.read({"mesh": {axis: world}, "batch": [axis], "compress": dict(compress)})
+    mesh = dict(sizes) if sizes and Mesh(sizes).world > 1 else {axis: world}
+    batch = [axis if axis in mesh else "-"]
+    return Plan.read({"mesh": mesh, "batch": batch, "compress": dict(compress)})
 
 
 def shares(work: Sequence[float], ranks: int) -> list[int]:

@@ -108,12 +108,14 @@ def explained(search: Search, answer: Answer, pattern: str) -> str:
     for group in list(dict.fromkeys(re.sub(r"\d+", "*", name) for name in names))[:GROUPS]:
         shape, entry = next(x for name, x in detail.parameters.items() if re.sub(r"\d+", "*", name) == group)
         lines += ["", f"parameter  {group}   {list(shape)}, held as {_entry(entry)}"]
-        given = best.plan.parameters.get(group, ["-"] * len(shape)) if best.plan is not None else []
+        fixed = search.given_layout(group)
+        chosen = best.plan.parameters.get(group, ["-"] * len(shape)) if best.plan is not None else []
         for other, candidate in search.choices(best, group, len(shape)):
             what = f"{span(candidate.seconds)} a step" if candidate.fits else candidate.why
             slower = candidate.seconds - best.seconds
             more = f", {'-' if slower < 0 else '+'}{span(abs(slower))}" if candidate.fits else ""
-            lines.append(f"  {_entry(other):14} {what}{more}{'   chosen' if list(other) == list(given) else ''}")
+            how = "   given" if fixed else "   chosen" if list(other) == list(chosen) else ""
+            lines.append(f"  {_entry(other):14} {what}{more}{how}")
     lines += _equations(detail, pattern)
     if len(lines) == 1:
         near = get_close_matches(pattern, [re.sub(r"\d+", "*", name) for name in detail.parameters], 3, 0.3)

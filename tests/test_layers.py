@@ -129,7 +129,7 @@ MAY_IMPORT = {
     },
     "shallow": {"ir", "plan", "parts"},
     "search_space": {"ir", "plan"},
-    "search_given": {"errors", "plan", "search_space"},
+    "search_given": {"errors", "ir", "plan", "search_space"},
     "candidates": {"ir", "ops", "plan", "placing", "planning", "search_space"},
     "search_order": {"errors", "ir", "plan", "candidates", "search_given", "search_space"},
     "search_remarks": {"errors", "sizes", "plan", "candidates", "search_order", "search_space"},

@@ -32,7 +32,7 @@ from mycel.plan.schedule import StageCosts, named, timeline
 from mycel.search import Search, patterns
 from mycel.search_remarks import explained
 from mycel.search_space import Shape
-from mycel.sizes import span
+from mycel.sizes import parse_bytes, span
 from mycel.train.planner import question_of, search
 
 SMALL = {"half": 1e12, "bytes_s": 2e11, "memory": "1GiB", "launch_s": 1e-7}
@@ -132,8 +132,25 @@ def test_memory_is_kept_or_refused():
     most = WORKSPACE + (max(c.peak for c in roomy.candidates) - WORKSPACE) * 2 // 3
     tight = of(Blocks(), cluster=TWO, memory=most).run()
     assert tight.best.peak <= most and tight.best.seconds >= roomy.best.seconds
-    with pytest.raises(PlanError, match=r"(?s)no plan fits 64.00 KiB a device.*needs     at least .*try "):
-        of(Blocks(), cluster=TWO, memory=64 << 10).run()
+
+
+def test_where_nothing_fits_changes_are_named_that_do():
+    """The smallest of each kind, each of which was tried."""
+    least = min(c.peak for c in of(Blocks(), cluster=TWO, memory=WORKSPACE * 2).run().candidates)
+    memory = least - (least - WORKSPACE) // 3
+    with pytest.raises(PlanError, match=r"(?s)no plan fits .* a device.*needs +at least .*nearest .*try ") as refused:
+        of(Blocks(), cluster=TWO, memory=memory).run()
+    text = str(refused.value)
+    more, devices = re.search(r"([\d.]+ \w+) a device \(", text), re.search(r"(\d+) devices \(", text)
+    assert more and devices, text
+    assert of(Blocks(), cluster=TWO, memory=int(parse_bytes(more[1]) * 1.001)).run().best.fits
+    wider = {**TWO, "devices": int(devices[1])}
+    assert of(Blocks(), cluster=wider, memory=memory).run().best.fits
+    whole = of(Blocks(), cluster=TWO, given={"zero": 0, "mesh": {"dp": 2}}).run().best.peak
+    split = of(Blocks(), cluster=TWO, given={"zero": 3, "mesh": {"dp": 2}}).run().best.peak
+    assert split < whole
+    with pytest.raises(PlanError, match=r"try +.*the plan without zero \(dp=2, zero 3"):
+        of(Blocks(), cluster=TWO, memory=split, given={"zero": 0, "mesh": {"dp": 2}, "recompute": "none"}).run()
 
 
 def test_given_meshes_and_levels_are_kept():
@@ -267,6 +284,9 @@ def test_a_parameter_is_explained_by_what_its_other_layouts_cost():
     assert "test_search.py" in search_text.explained(plan_search, answer, "relu")
     with pytest.raises(PlanError, match="nothing is called"):
         search_text.explained(plan_search, answer, "no.such.thing")
+    fixed = of(Blocks(), cluster=TWO, given={"mesh": {"tp": 2}, "parameters": {"first.*.weight": ["-", "tp"]}})
+    rows = [x for x in search_text.explained(fixed, fixed.run(), "first.*.weight").splitlines() if x.startswith("  [")]
+    assert len(rows) == 1 and rows[0].startswith("  [-, tp]") and rows[0].endswith("given")
 
 
 class Pairs(nn.Module):

@@ -7,18 +7,21 @@ from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 from test_search import SLOW, TWO, of
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import mycel
 from mycel import search_text
 from mycel.errors import PlanError
-from mycel.ir import call
+from mycel.ir import Mesh, call
+from mycel.plan import Plan
 from mycel.plan.cluster import Cluster
 from mycel.plan.compression import CANDIDATES
 from mycel.search_given import Given
 from mycel.search_remarks import remarked
 from mycel.sizes import span
-from mycel.train.planner import search
+from mycel.train.planner import question_of, search
 
 CRAWLING = {**SLOW, "levels": [SLOW["levels"][0], {"bytes_s": 1e6, "start_s": 1e-6, "name": "network"}]}
 
@@ -55,6 +58,20 @@ def test_codecs_are_picked_where_asked_for_and_quicker():
     assert written == {answer.best.shape.compressed: answer.best.shape.compress}
     fast = {**SLOW, "levels": [{"bytes_s": 1e12, "start_s": 1e-9}, {"bytes_s": 1e12, "start_s": 1e-9}]}
     assert of(Two(), batch(), fast, given={"mesh": {"dp": 4}, "compress": "auto"}).run().best.shape.compress == ""
+
+
+def test_a_plan_that_is_checked_is_priced_with_its_codec():
+    plan_search = of(Two(), batch(), CRAWLING)
+    exact = {"mesh": {"dp": 4}, "batch": ["dp"]}
+    seconds = {
+        codec: plan_search.priced(Plan.read({**exact, "compress": {"dp": codec}})).seconds
+        for codec in ("exact", "int8+ef", "int4", "auto")
+    }
+    assert seconds["int4"] < seconds["int8+ef"] < seconds["exact"] / 2
+    assert seconds["auto"] <= seconds["int8+ef"]
+    for written in ({"sync": {"dp": "diloco(H=50)"}}, {"compress": {"dp": ["exact until 100", "int8"]}}):
+        with pytest.raises(PlanError, match="is priced where all travels in one way"):
+            plan_search.checked(Plan.read({**exact, **written}))
 
 
 def test_what_would_be_faster_is_remarked_on_not_done():
@@ -142,10 +159,116 @@ def test_the_best_of_all_it_may_choose_from(cluster, given):
     assert best.seconds <= least.seconds, f"{best.shape} {best.seconds}, but {least.shape} {least.seconds}"
 
 
+class WithNames(Two):
+    """With a value that has a name."""
+
+    def forward(self, x, y):
+        hidden = torch.relu(self.up(x))
+        return torch.nn.functional.mse_loss(self.down(hidden), y)
+
+
+class Hinted(Two):
+    """With a hint in its code."""
+
+    def forward(self, x, y):
+        h = mycel.shard(torch.relu(self.up(x)), None, "tp")
+        return torch.nn.functional.mse_loss(self.down(h), y)
+
+
+class ByHand(Two):
+    """With a region spread by hand."""
+
+    def forward(self, x, y):
+        with mycel.manual("tp"):
+            h = torch.relu(x @ mycel.comm.part(self.up.weight, "tp").T)
+            z = mycel.comm.all_reduce(h @ mycel.comm.part(self.down.weight, "tp", dim=1).T, "tp")
+        return torch.nn.functional.mse_loss(z, y)
+
+
+@pytest.mark.parametrize(
+    "given, holds",
+    [
+        ({"parameters": {"up.weight": ["-", "tp"]}}, lambda s: s.tp > 1),
+        ({"parameters": {"*.weight": ["tp", "-"]}, "mesh": {"dp": 2, "tp": 2}}, lambda s: s.tp == 2),
+        ({"parameters": {"up.weight": ["tp", "-"]}, "mesh": {"dp": 4, "tp": 1}}, lambda s: s.dp == 4),
+        ({"activations": {"hidden": ["dp", "tp"]}}, lambda s: s.dp == s.tp == 2),
+        ({"zero": "3 over fsdp"}, lambda s: s.zero == 3 and s.over == ("fsdp",)),
+        ({"zero": {"up.*": 1, "*": "2 over dp"}}, lambda s: s.over == ("dp",)),
+        ({"batch": ["dp"], "parameters": {"up.weight": ["tp", "-"]}}, lambda s: (s.batch, s.tp > 1) == (["dp"], True)),
+        ({"batch": ["-"]}, lambda s: s.replicas == s.cp == 1),
+        ({"parameters": {"up.weight": ["ty", "tp"]}}, lambda s: s.ty == s.tp == 2),
+        ({"compress": {"fsdp": "int8"}, "zero": "1 over fsdp"}, lambda s: s.compressed == "fsdp" and s.compress),
+    ],
+    ids=str,
+)
+def test_axes_that_are_named_are_there_and_layouts_as_given(given, holds):
+    """In every plan that is looked at, and in the one it writes."""
+
+    answer = of(WithNames(), batch(), SLOW, given=given).run()
+    assert all(holds(c.shape) for c in answer.candidates)
+    written = Plan.read(yaml.safe_load(search_text.file_text(answer)))
+    layouts = written.parameter_layouts({name: p.shape for name, p in Two().named_parameters()})
+    for pattern, entry in given.get("parameters", {}).items():
+        name = pattern.replace("*", "up")
+        assert str(layouts[name]) == f"[{','.join(entry)}]", layouts
+    assert {**Mesh(given.get("mesh", {})).sizes(), **written.mesh.sizes()} == written.mesh.sizes()
+    assert {k: written.data()["activations"][k] for k in given.get("activations", {})} == given.get("activations", {})
+
+
+def test_axes_that_code_names_are_there():
+    answer = of(Hinted(), batch(), SLOW).run()
+    assert len({c.shape.tp for c in answer.candidates}) > 1
+    assert all("tp" in c.plan.mesh for c in answer.candidates if c.fits)
+    assert of(Hinted(), batch(), SLOW, given={"mesh": {"dp": 4, "tp": 1}}).run().best.plan.mesh == Mesh(dp=4, tp=1)
+    by_hand = of(ByHand(), batch(), SLOW, given={"mesh": {"dp": 2, "tp": 2}}).run().best
+    assert by_hand.plan.mesh == Mesh(dp=2, tp=2) and "all_reduce" in str(by_hand.outcome.lowered.program)
+    with pytest.raises(PlanError, match=r"(?s)no axis 'tp'.*the mesh +Mesh\(dp=4\).*test_search_given.py"):
+        of(Hinted(), batch(), SLOW, given={"mesh": {"dp": 4}}).run()
+    with pytest.raises(PlanError, match=r"(?s)mycel.manual: .*'tp'.*test_search_given.py.*try .*a mesh that has tp"):
+        of(ByHand(), batch(), SLOW).run()
+
+
+def made():
+    x = torch.empty(64, 64)
+    return Two(), {"x": x, "y": x}
+
+
+@pytest.mark.parametrize("plan", ["zero1", "zero2+tp", "file"])
+def test_ready_plans_and_files_bind_the_search(plan, tmp_path):
+    if plan == "file":
+        plan = str(tmp_path / "plan.yaml")
+        (tmp_path / "plan.yaml").write_text("zero: 2 over dp\nbatch: [dp]\nparameters: {up.weight: [tp, -]}\n")
+    answer = question_of("test_search_given:made", Cluster.read(SLOW), settings=[f"parallel.plan={plan}"]).run()
+    assert {c.shape.zero for c in answer.candidates} == {1 if plan == "zero1" else 2}
+    assert {c.shape.over for c in answer.candidates} == {("dp",)}
+    assert plan == "zero1" or all(c.shape.tp > 1 for c in answer.candidates)
+
+
+def test_values_that_are_not_there_are_refused():
+    for name, says in [("hiden", "no value of this name.*try +hidden"), ("qqq", "no value.*known +.*hidden")]:
+        with pytest.raises(PlanError, match=f"(?s)activations: {name}: {says}"):
+            of(WithNames(), batch(), SLOW, given={"activations": {name: ["dp", "-"]}}).run()
+    with pytest.raises(PlanError, match=r"activations: hidden: \[dp\] has 1 dim, hidden has 2"):
+        of(WithNames(), batch(), SLOW, given={"activations": {"hidden": ["dp"]}}).run()
+    model = WithNames()
+    x = torch.ones(4, 64)
+    step = mycel.train_step(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        plan={"mesh": {"dp": 2}, "batch": ["dp"], "activations": {"hiden": ["dp", "-"]}},
+    )
+    with pytest.raises(PlanError, match=r"(?s)activations: hiden.*try +hidden"):
+        step.prepare(x=x, y=x)
+
+
 @pytest.mark.parametrize(
     "given, says",
     [
         ({"stage": 2}, "stages"),
+        ({"parameters": {"up.weight": ["dq", "-"]}}, "parameters: up.weight: there is no axis 'dq'.*known.*try +"),
+        ({"activations": {"h": ["tp", "-"]}, "mesh": {"dp": 4}}, "activations: h: there is no axis 'tp'.*the mesh"),
+        ({"batch": ["dpp"]}, "batch: there is no axis 'dpp'.*try +dp"),
+        ({"zero": "3 over tp"}, "zero: 3 over tp: tp does not split the batch.*try +"),
         ({"sync": {"dp": "local(H=4)"}}, "decides nothing beside 'sync'"),
         ({"mesh": {"dq": 2}}, "no axis 'dq'"),
         ({"mesh": {"dpp": 2}}, "mesh: the search knows no axis 'dpp'.*try +dp"),

@@ -53,7 +53,7 @@ from mycel.capture.trace import CAPTURING, TRACING, Tracer
 from mycel.capture.tracing import traced_by
 from mycel.capture.tree import Tree, flatten, flatten_arguments
 from mycel.capture.unfollowed import UntouchedObjects
-from mycel.errors import CaptureError
+from mycel.errors import CaptureError, PlanError
 from mycel.ir import Program, Role, Var, check, prune
 from mycel.ops import o
 from mycel.ops.python_calls import PythonCall
@@ -149,6 +149,8 @@ def capture(
                     continue
                 if opened() != before:  # what decides on tensors is rewritten now
                     continue
+            except PlanError:  # what is wrong about a mesh, plain Python would not see
+                raise
             except Exception as e:
                 error = e
             chosen_at = getattr(error, "chosen_at", "")

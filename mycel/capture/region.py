@@ -49,7 +49,7 @@ def checked(axes: Sequence[str], what: str) -> dict[str, int]:
         if axis not in mesh:
             raise PlanError(
                 f"{what}: there is no axis {axis!r}\n  the mesh  {mesh}\n  at        {here()[0]}\n"
-                f"  try       one of {', '.join(mesh.axes)}"
+                f"  try       one of {', '.join(mesh.axes)}, or a mesh that has {axis}: mesh={{{axis}: {mesh.world}}}"
             )
     return {a: mesh[a] for a in axes if mesh[a] > 1}
 

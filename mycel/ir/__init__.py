@@ -4,7 +4,7 @@ from mycel.ir.arena import GRAIN, Arena, arenas, host_alive, host_bytes, host_he
 from mycel.ir.build import Builder
 from mycel.ir.check import check, unchecked
 from mycel.ir.control import CONTROL, atom_type, call, cond, custom, loop, scan
-from mycel.ir.layout import MEAN, Axes, Layout, Mesh, extent, is_even, parse_typed, part, read_layout, typed
+from mycel.ir.layout import MEAN, Axes, Layout, Mesh, extent, is_even, parse_typed, part, read_dims, read_layout, typed
 from mycel.ir.op import BUILDERS, OPS, Collective, Cost, Op, SplitRule, op
 from mycel.ir.program import PHASES, Atom, Block, Eqn, Params, Program, Ref, Var
 from mycel.ir.role import HELD, Role
@@ -65,6 +65,7 @@ __all__ = [
     "part",
     "promote",
     "prune",
+    "read_dims",
     "read_layout",
     "rewrite",
     "rounded",

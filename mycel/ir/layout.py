@@ -208,9 +208,9 @@ def _partial_text(partial: Sequence[tuple[str, str]]) -> str:
     return "".join(kind + axis for axis, kind in partial)
 
 
-def read_layout(entry: object, mesh: Mesh, where: str) -> Layout:
-    """A layout as people write it, one entry a dim: "dp", None or "-", ("tp", "dp"), "tp.dp".  PlanError says what is
-    wrong, and `where`."""
+def read_dims(entry: object, where: str) -> tuple[Axes, ...]:
+    """The axes of each dim of a layout as people write it: "dp", None or "-", ("tp", "dp"), "tp.dp".  PlanError says
+    what is wrong, and `where`."""
     if isinstance(entry, str):
         entry = [e.strip() for e in entry.strip("[] ").split(",")] if entry.strip("[] ") else []
     if not isinstance(entry, (list, tuple)):
@@ -223,6 +223,12 @@ def read_layout(entry: object, mesh: Mesh, where: str) -> Layout:
         if not isinstance(words, (list, tuple)) or not all(isinstance(w, str) for w in words):
             raise PlanError(f"{where}: {e!r} names no axes\n  try       an axis, several as a.b, or - for none")
         dims.append(tuple(words))
+    return tuple(dims)
+
+
+def read_layout(entry: object, mesh: Mesh, where: str) -> Layout:
+    """A layout as people write it, on a mesh that has its axes."""
+    dims = read_dims(entry, where)
     seen: set[str] = set()
     for axis in (a for axes in dims for a in axes):
         if axis not in mesh:
@@ -236,4 +242,4 @@ def read_layout(entry: object, mesh: Mesh, where: str) -> Layout:
                 "  try       each axis once: a device holds one part of a tensor"
             )
         seen.add(axis)
-    return Layout(tuple(dims))
+    return Layout(dims)

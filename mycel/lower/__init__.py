@@ -1,7 +1,7 @@
 """Program + Plan -> the programs that run.  Rewriting never decides."""
 
 from mycel.lower.compress import compress
-from mycel.lower.distribute import Distributed, distribute, settled
+from mycel.lower.distribute import Distributed, distribute, hinted_axes, refuse_unknown_values, settled, with_known_axes
 from mycel.lower.explain import explain, proved, schedule_text, sent, sent_text
 from mycel.lower.forward_stages import forward_stages
 from mycel.lower.hoist import hoist
@@ -47,6 +47,7 @@ __all__ = [
     "finished",
     "forward_stages",
     "gradients_may_leave",
+    "hinted_axes",
     "hoist",
     "hosted_updates",
     "in_pairs",
@@ -64,6 +65,7 @@ __all__ = [
     "plain_sums",
     "proved",
     "rank_programs",
+    "refuse_unknown_values",
     "reside",
     "rounds",
     "schedule_text",
@@ -75,6 +77,7 @@ __all__ = [
     "staged",
     "summed_for_stages",
     "with_copies",
+    "with_known_axes",
     "with_moves",
     "with_moves_by_rank",
     "with_regions",

@@ -8,8 +8,9 @@ spmd        local types, explicit collectives, for the layouts that the plan has
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 
 from mycel.errors import PlanError
 from mycel.ir import Block, Eqn, Layout, Mesh, Params, Program, Var, check, substitute, walk
@@ -20,6 +21,8 @@ from mycel.ops import o
 from mycel.plan import Layouts, Plan
 from mycel.plan.moves import Moves
 from mycel.plan.plan import ADDED_WIDE
+
+KNOWN = 12  # values that a refusal shows where none has a name like that
 
 
 @dataclass(frozen=True)
@@ -66,14 +69,39 @@ def settled(program: Program, plan: Plan, inputs: Mapping[int, Layout]) -> Progr
 
 def with_known_axes(program: Program, mesh: Mesh) -> Program:
     """The program itself; PlanError for a hint that names an axis the mesh lacks."""
-    for _, eqn in walk(program):
-        unknown = [a for dim in eqn.params["layout"] for a in dim if a not in mesh] if eqn.op is o.shard else []
-        if unknown:
+    for axis, source in hinted_axes(program):
+        if axis not in mesh:
             raise PlanError(
-                f"mycel.shard: there is no axis {unknown[0]!r}\n  the mesh  {mesh}\n  at        {eqn.source}\n"
+                f"mycel.shard: there is no axis {axis!r}\n  the mesh  {mesh}\n  at        {source}\n"
                 f"  try       one of {', '.join(mesh.axes)}"
             )
     return program
+
+
+def hinted_axes(program: Program) -> Iterator[tuple[str, str]]:
+    """Axes that hints in code name, and where."""
+    for _, eqn in walk(program):
+        if eqn.op is o.shard:
+            yield from ((axis, eqn.source) for dim in eqn.params["layout"] for axis in dim)
+
+
+def refuse_unknown_values(program: Program, plan: Plan) -> None:
+    """PlanError for a layout of a value that the program does not have, or has with other dims only."""
+    ndims: dict[str, list[int]] = {}
+    values = [v for phase in ("forward", "backward") for _, e in walk(program) if e.phase == phase for v in e.outputs]
+    for v in values if plan.activations else ():
+        for name in dict.fromkeys((plain_name(v), v.name)):
+            ndims.setdefault(name, []).append(v.type.ndim)
+    for name in plan.activations:
+        layout = plan.activation_layout(name)
+        if name not in ndims:
+            close = get_close_matches(name, ndims, 3)
+            known = [*dict.fromkeys(map(plain_name, values))]
+            there = f"  try       {', '.join(close)}" if close else f"  known     {', '.join(known[:KNOWN])}, …"
+            raise PlanError(f"activations: {name}: no value of this name\n{there}")
+        if len(layout.dims) not in ndims[name]:
+            dims = f"{len(layout.dims)} dim{'s' * (len(layout.dims) != 1)}"
+            raise PlanError(f"activations: {name}: {layout} has {dims}, {name} has {ndims[name][0]}")
 
 
 def pin(program: Program, plan: Plan) -> Program:
@@ -86,6 +114,11 @@ def pin(program: Program, plan: Plan) -> Program:
     return replace(program, blocks=blocks)
 
 
+def plain_name(v: Var) -> str:
+    """As the user's code calls a value, without the number that tells it from others of this name."""
+    return re.sub(r"_\d+$", "", v.name)
+
+
 def _pinned(block: Block, wanted: Mapping[str, tuple[tuple[str, ...], ...]]) -> Block:
     names = {v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs))}
     values: dict[Var, Var] = {}
@@ -93,7 +126,7 @@ def _pinned(block: Block, wanted: Mapping[str, tuple[tuple[str, ...], ...]]) -> 
     for eqn in block.eqns:
         eqns.append(substitute(eqn, dict(values)))
         for v in eqn.outputs:
-            layout = wanted.get(re.sub(r"_\d+$", "", v.name))
+            layout = wanted.get(v.name, wanted.get(plain_name(v)))
             if layout is not None and len(layout) == v.type.ndim:
                 new = f"{v.name}_pinned"
                 while new in names:

@@ -110,6 +110,13 @@ class Cluster:
         levels = inside or self.hardware.levels[:1]
         return replace(self, name=f"one host of {self.name}", hosts=1, hardware=replace(self.hardware, levels=levels))
 
+    def times(self, count: int) -> Cluster:
+        """So many times as many hosts, on the same wires."""
+        *inside, last = self.hardware.levels or (None,)
+        levels = (*inside, replace(last, ranks=1 << 30)) if last is not None else ()
+        hardware = replace(self.hardware, levels=levels)
+        return replace(self, hosts=self.hosts * count, hardware=hardware)
+
     def __str__(self) -> str:
         hosts = f"{self.hosts} hosts of {self.devices}" if self.hosts > 1 else f"{self.devices} in one host"
         memory = f", {shown(self.memory)} each" if self.memory else ""

@@ -107,10 +107,11 @@ class StepCompiler:
         """For such batches, where it is left to the search."""
         if self.undecided is None:
             return
-        world, s, device = self.undecided.world, self.settings, self.device
+        world, mesh, s, device = self.undecided.world, self.undecided.mesh, self.settings, self.device
 
         def make(count: int, compress: Mapping[str, str], placed: bool = False) -> UnshardedStep:
-            settings, ranks = replace(s, accumulate=count), any_plan(world, compress, placed)
+            sizes = mesh.sizes() if mesh is not None else None
+            settings, ranks = replace(s, accumulate=count), any_plan(world, compress, placed, sizes)
             return StepCompiler(self.model, self.optimizer, self._loss, settings, ranks).unsharded(*args, **kwargs)
 
         chosen = self.undecided.search(

@@ -66,9 +66,7 @@ def _given(config: Config) -> dict[str, Any]:
     given: dict[str, Any] = {"mesh": dict(config.parallel.mesh)} if config.parallel.mesh else {}
     given |= {"microbatches": config.train.accumulate} if config.train.accumulate > 1 else {}
     plan = config.parallel.plan
-    if isinstance(plan, str) and plan != "auto":
-        plan_data(plan)  # the search is not bound by it, but a name that nothing has is a mistake
-    return given | (plan if isinstance(plan, dict) else {})
+    return given if plan in (None, "auto") else {**plan_data(plan)[0], **given}
 
 
 def question_of(name: str, cluster: Cluster, say: Say = lambda text: None, settings: Sequence[str] = ()) -> Search:
@@ -147,7 +145,8 @@ def search(
         )
 
     def make(microbatches: int, compress: Mapping[str, str], placed: bool = False) -> UnshardedStep:
-        plan = any_plan(cluster.world, compress, placed) if cluster.world > 1 else None
+        mesh = given.get("mesh") if given else None
+        plan = any_plan(cluster.world, compress, placed, mesh) if cluster.world > 1 else None
         step: Step = train_step(model, optimizer, plan=plan, accumulate=microbatches, compile=True, **settings)
         step.planned_for = cluster.hardware
         return step.unsharded(**batch)
