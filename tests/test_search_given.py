@@ -3,6 +3,7 @@ pays, never unasked; and a search equals pricing everything it may choose from."
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -16,11 +17,12 @@ from mycel import search_text
 from mycel.errors import PlanError
 from mycel.ir import Mesh, call
 from mycel.plan import Plan
+from mycel.plan.clock import WORKSPACE
 from mycel.plan.cluster import Cluster
 from mycel.plan.compression import CANDIDATES
 from mycel.search_given import Given
 from mycel.search_remarks import remarked
-from mycel.sizes import span
+from mycel.sizes import parse_bytes, span
 from mycel.train.planner import question_of, search
 
 CRAWLING = {**SLOW, "levels": [SLOW["levels"][0], {"bytes_s": 1e6, "start_s": 1e-6, "name": "network"}]}
@@ -318,3 +320,21 @@ def test_one_host_is_remarked_on_where_others_only_make_it_wait():
     assert span(alone.seconds) in text and f"the {CRAWLING['devices']} devices" in text
     quick = of(Two(), batch(), {**CRAWLING, "levels": [{"bytes_s": 1e12, "start_s": 1e-9}] * 2})
     assert not any("one host" in text for text in remarked(quick, quick.run()).remarks)
+
+
+def test_where_nothing_fits_changes_are_named_that_do():
+    """The smallest of each kind, each of which was tried."""
+    least = min(c.peak for c in of(Two(), batch(64), TWO, memory=WORKSPACE * 2).run().candidates)
+    memory = least - (least - WORKSPACE) // 3
+    with pytest.raises(PlanError, match=r"(?s)no plan fits .* a device.*needs +at least .*nearest .*try ") as refused:
+        of(Two(), batch(64), TWO, memory=memory).run()
+    text = str(refused.value)
+    more, devices = re.search(r"([\d.]+ \w+) a device \(", text), re.search(r"(\d+) devices \(", text)
+    assert more and devices, text
+    assert of(Two(), batch(64), TWO, memory=int(parse_bytes(more[1]) * 1.001)).run().best.fits
+    wider = {**TWO, "devices": int(devices[1])}
+    assert of(Two(), batch(64), wider, memory=memory).run().best.fits
+    given = {"mesh": {"dp": 2}, "recompute": "none", "microbatches": 1}
+    split = of(Two(), batch(64), TWO, given={**given, "zero": 3}).run().best.peak
+    with pytest.raises(PlanError, match=r"try +.*the plan without zero \(dp=2, zero "):
+        of(Two(), batch(64), TWO, memory=split, given={**given, "zero": 0}).run()
