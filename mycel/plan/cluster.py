@@ -112,10 +112,10 @@ class Cluster:
 
     def times(self, count: int) -> Cluster:
         """So many times as many hosts, on the same wires."""
-        *inside, last = self.hardware.levels or (None,)
-        levels = (*inside, replace(last, ranks=1 << 30)) if last is not None else ()
-        hardware = replace(self.hardware, levels=levels)
-        return replace(self, hosts=self.hosts * count, hardware=hardware)
+        levels = self.hardware.levels
+        if levels:
+            levels = (*levels[:-1], replace(levels[-1], ranks=1 << 30))
+        return replace(self, hosts=self.hosts * count, hardware=replace(self.hardware, levels=levels))
 
     def __str__(self) -> str:
         hosts = f"{self.hosts} hosts of {self.devices}" if self.hosts > 1 else f"{self.devices} in one host"
