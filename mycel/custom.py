@@ -52,6 +52,8 @@ def custom_vjp(fn: Callable[..., Any]) -> CustomVjp:
 
         @f.backward
         def _(g, y, x): return g * ...
+
+    `g` is the gradient of y; the rule gives those of the arguments.
     """
     return CustomVjp(fn)
 

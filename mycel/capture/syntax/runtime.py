@@ -15,7 +15,7 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, MappingView, Sequence
+from collections.abc import Callable, ItemsView, Iterator, KeysView, Sequence, ValuesView
 from typing import Any
 
 import torch
@@ -591,7 +591,7 @@ def _extreme(plain: Callable[..., Any], sign: Callable[[Any, Any], Any]) -> Call
 
     def function(*args: Any, **kwargs: Any) -> Any:
         values = args if len(args) > 1 else args[0]
-        if TRACING and isinstance(values, (Iterator, MappingView)):
+        if TRACING and isinstance(values, (Iterator, KeysView, ValuesView, ItemsView)):
             values = list(values)
         if vary() and varies(values):
             if not kwargs:
