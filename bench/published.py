@@ -15,7 +15,8 @@ instead where these are smaller, and sends what is left of backward while gradie
 with async TP does (652 tokens/s instead of 597 for 70B).  For 8B that is 8 x 32 messages of 7/8 of 98,304 x 4,096
 numbers in 16 bits, 180 GB of a rank over NVLink or 0.50 s, where ours sends 54 GB and waits 0.12 s: as they send it
 a step is 2.1 s, and theirs takes 1.3 times as long, not 1.6.  What is left is a tenth more than in rows without tp; it
-is not explained.  The parameters of the ready plan tp do not change that (1.63): layouts of values are free.
+is not explained.  The parameters of the ready plan tp do not change that (1.63): layouts of values are free.  The
+messages of 70B were not counted.
 
 Megatron-LM, GPT on A100-80: seconds a step of "Reducing Activation Recomputation in Large Transformer Models" (2022,
 table 5: sequence parallel, attention alone computed again), and of "Efficient Large-Scale Language Model Training on
@@ -23,7 +24,7 @@ GPU Clusters" (2021, table 1: operations a second, of which a quarter are comput
 sequence parallelism nor fused attention, which keeps scores out of memory, and takes 1.4 times as long as predicted.
 Messages are about as large in both (80 GB of a rank, 87 GB counted).  The scores of a layer are 16 rows of 8 heads of
 2,048 x 2,048, 1.07 GB in 16 bits, which forward, the same again and backward read or write about twenty times: 0.5 s of
-the 1.1 s that are missing, which leaves 1.2.  The rest, if it is not their kernels of that year, is not explained.
+the 1.1 s that are missing: with them it takes 1.2 times as long as predicted.  The rest, if it is not their kernels of that year, is not explained.
 """
 
 from __future__ import annotations
