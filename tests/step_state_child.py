@@ -94,7 +94,10 @@ def main(folder: Path) -> None:
                 other.prepare(**batch)  # else it is loaded before the model is in parts
             load(other)
             others.append(other)
+    states = [other.state_dict() for other in (others[0], *others[2:])]  # of models in parts
+    kept = copy.deepcopy(states)
     losses = [[float(other(**rows(i))) for i in (2, 3)] for other in [step, *others]]
+    alike(states, kept)  # of parameters in parts, and of those that each rank has
     wanted = [plain_step(twin, plain, rows(i)) for i in (2, 3)]
     for run_losses in losses:
         alike(torch.tensor(run_losses), torch.tensor(wanted))

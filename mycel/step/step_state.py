@@ -202,7 +202,8 @@ class StepState:
 
     @of_all_stages
     def state_dict(self) -> dict[str, Any]:
-        """{"model", "optimizer", "step"}: the first two as torch's own, whole on every rank; all of them call this."""
+        """{"model", "optimizer", "step"}: the first two as torch's own, whole on every rank; all of them call this.  Of
+        ranks with parts all of it is a copy, since what is gathered has to be: later steps change none of it."""
         settle_hosts()
         with self._open():
             model = {name: self._whole(name, x) for name, x in self.model.state_dict(keep_vars=True).items()}
@@ -297,17 +298,21 @@ class StepState:
         if not isinstance(x, torch.Tensor):
             return x
         parts = self.split
-        if parts is None or name not in parts.layouts:
+        if parts is None:
             return x.detach()
-        return parts.gather(x.detach(), parts.lies(name, x), parts.shapes[name])
+        if name not in parts.layouts:
+            return x.detach().clone()
+        return _apart(parts.gather(x.detach(), parts.lies(name, x), parts.shapes[name]), x)
 
     def _whole_slot(self, name: str, slot: str, x: Any) -> Any:
         parts, role = self.split, Role("state", slot, of=name)
-        if parts is None or not isinstance(x, torch.Tensor) or role not in parts.slots:
+        if parts is None or not isinstance(x, torch.Tensor):
             return x
+        if role not in parts.slots:
+            return x.clone()
         layout, type = parts.slots[role]
         is_cut = tuple(x.shape) != type.shape or layout.is_whole
-        return parts.gather(x, parts.apart(layout if is_cut else Layout.whole(x.ndim)), type.shape)
+        return _apart(parts.gather(x, parts.apart(layout if is_cut else Layout.whole(x.ndim)), type.shape), x)
 
     def reorder(self, orders: Mapping[str, tuple[int, Sequence[int]]]) -> None:
         """Rows of tensors of the model along a dim in another order, and those of the optimiser's state of them: row i
@@ -519,6 +524,11 @@ class StepState:
             share = Shares(ranks.meeting, "step") if ranks.meeting is not None else lambda text: [text]
             self._ranks = MeshProcess(ranks.mesh, ranks.rank, share)
         return self._ranks
+
+
+def _apart(x: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    """With memory of its own, other than that of what is held."""
+    return x.clone() if x.untyped_storage().data_ptr() == held.untyped_storage().data_ptr() else x
 
 
 def _is_json(value: Any) -> bool:
