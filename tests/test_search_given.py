@@ -201,7 +201,7 @@ class ByHand(Two):
         ({"parameters": {"up.weight": ["ty", "tp"]}}, lambda s: s.ty == s.tp == 2),
         ({"compress": {"fsdp": "int8"}, "zero": "1 over fsdp"}, lambda s: s.compressed == "fsdp" and s.compress),
     ],
-    ids=str,
+    ids=lambda x: str(x) if isinstance(x, dict) else "",
 )
 def test_axes_that_are_named_are_there_and_layouts_as_given(given, holds):
     """In every plan that is looked at, and in the one it writes."""
