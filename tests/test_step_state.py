@@ -96,7 +96,9 @@ def test_exported_to_hugging_face_and_back(tmp_path):
     ids = torch.arange(12).reshape(2, 6)
     step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False)
     step(input_ids=ids, labels=ids)
+    before = model.config.to_dict()
     step.export(tmp_path / "model")
+    assert model.config.to_dict() == before  # of one rank; another configuration is another capture
     again = LlamaForCausalLM.from_pretrained(tmp_path / "model")
     assert bitwise(dict(again.state_dict()), dict(model.state_dict()))
     fresh = LlamaForCausalLM(config)

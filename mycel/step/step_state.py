@@ -11,6 +11,7 @@ error.AXIS.NAME, outer.SLOT.NAME                    and what messages keep (`mes
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import json
 import shutil
@@ -264,7 +265,8 @@ class StepState:
         if parts is None:
             yield self.model
             return
-        with parts.complete(), parts.opened():
+        configured = contextlib.nullcontext() if rank is None else _configured(self.model)
+        with parts.complete(), parts.opened(), configured:
             yield from self._gathered(parts, rank, loading)
 
     def _gathered(self, parts: ShardedModel, rank: int | None, loading: bool) -> Iterator[nn.Module]:
@@ -541,9 +543,22 @@ def _is_json(value: Any) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def _configured(model: Any) -> Iterator[None]:
+    """What `save_pretrained` writes into a model's configuration is gone at the end: with it this rank alone would
+    capture the step again, and wait for the others."""
+    own = {name: x for name, x in vars(model).items() if name in ("config", "generation_config")}
+    vars(model).update(copy.deepcopy(own))
+    try:
+        yield
+    finally:
+        vars(model).update(own)
+
+
 def _write_model(model: Any, folder: Path) -> None:
     if hasattr(model, "save_pretrained"):
-        model.save_pretrained(folder)
+        with _configured(model):
+            model.save_pretrained(folder)
         return
     from safetensors.torch import save_model
 
