@@ -24,7 +24,8 @@ GPU Clusters" (2021, table 1: operations a second, of which a quarter are comput
 sequence parallelism nor fused attention, which keeps scores out of memory, and takes 1.4 times as long as predicted.
 Messages are about as large in both (80 GB of a rank, 87 GB counted).  The scores of a layer are 16 rows of 8 heads of
 2,048 x 2,048, 1.07 GB in 16 bits, which forward, the same again and backward read or write about twenty times: 0.5 s of
-the 1.1 s that are missing: with them it takes 1.2 times as long as predicted.  The rest, if it is not their kernels of that year, is not explained.
+the 1.1 s that are missing: with them it takes 1.2 times as long as predicted.  The rest, if it is not their kernels of
+that year, is not explained.
 """
 
 from __future__ import annotations

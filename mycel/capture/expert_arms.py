@@ -89,7 +89,7 @@ class Arms:
             yield chain
 
     def _made_by(self, eqn: Eqn) -> Sequence[Arm]:
-        if len(eqn.outputs) != 1:
+        if len(eqn.outputs) != 1 or not eqn.outputs[0].ndim:
             return ()
         if eqn.op is o.sum:
             return self._summed_stack(eqn)
