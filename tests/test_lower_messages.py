@@ -291,7 +291,7 @@ def main(x: f32[4,4], w: f32[4,4]):
   part: f32[2,4] = reduce_scatter(b, axes=("dp",), count=2, dim=0)
   bent: f32[2,4] = tanh(part)
   again: f32[2,4] = all_reduce(bent, axes=("dp",), count=2)
-  own: f32[4,4] = all_reduce(b, axes=("dp",), count=2)
+  own: f32[4,4] = all_reduce(b, axes=("dp",), count=2, kind="max")
   half: f32[4,4] = mul(own, 0.5)
   first: f32[4,4] = all_reduce(a, axes=("dp",), count=2)
   wave: f32[4,4] = sin(first)
@@ -301,8 +301,7 @@ def main(x: f32[4,4], w: f32[4,4]):
 
 
 def test_behind_the_last_call_messages_are_waited_for_as_they_were_sent():
-    """The one sent first comes first, with all that is computed of it; the one that is sent on of another comes last,
-    and does not travel in one message with what need not wait for that."""
+    """The one sent first comes first, with all that is computed of it; the one that is sent on of another comes last."""
     program = check(Program.parse(BY_ARRIVAL))
     changed = check(lower.overlap(program))
     change("by_arrival", program, changed)

@@ -130,14 +130,13 @@ def _works(block: Block, s: Sent) -> bool:
 
 def _buckets(block: Block, sent: Sequence[Sent], uses: Mapping[Var, Chain]) -> list[list[Sent]]:
     """Collectives of one kind that can begin at the same place and end at the same place, as many as fit one
-    message; none that another is waited for first, which begins there too."""
+    message."""
     open_: dict[object, list[Sent]] = {}
     done: list[list[Sent]] = []
     calls = [0]  # before each place: between two calls the exact place does not matter
     for e in block.eqns:
         calls.append(calls[-1] + (e.op in CALLS))
-    depth = _depths(block, {s.at: calls[s.begin] for s in sent})
-    kind = {s.at: (calls[s.begin], depth[s.at], *_kind(block.eqns[s.at])) for s in sent}
+    kind = {s.at: (calls[s.begin], *_kind(block.eqns[s.at])) for s in sent}
     for s in sorted(sent, key=lambda s: (s.begin, s.at)):
         key = (kind[s.at], calls[min(s.use, len(block.eqns))], block.eqns[s.at].phase)
         bucket = open_.get(key)
@@ -156,21 +155,6 @@ def _buckets(block: Block, sent: Sequence[Sent], uses: Mapping[Var, Chain]) -> l
                 other += small
                 small.clear()
     return [b for b in done if b]
-
-
-def _depths(block: Block, begins: Mapping[int, int]) -> dict[int, int]:
-    """For each collective, between which calls it begins -> how many others that begin there too come first, one sent
-    on after the other."""
-    brought: dict[Var, tuple[int, int]] = {}  # by the last of these on the way to a value: where it begins, its depth
-    depths: dict[int, int] = {}
-    for i, e in enumerate(block.eqns):
-        last = max((brought[v] for v in e.vars if v in brought), default=(-1, 0))
-        if i in begins:
-            depths[i] = last[1] + 1 if last[0] == begins[i] else 0
-            last = begins[i], depths[i]
-        if last[0] >= 0:
-            brought.update((v, last) for v in e.outputs)
-    return depths
 
 
 def _kind(eqn: Eqn) -> tuple[object, ...]:
