@@ -301,7 +301,7 @@ def main(x: f32[4,4], w: f32[4,4]):
 
 
 def test_behind_the_last_call_messages_are_waited_for_as_they_were_sent():
-    """The one sent first comes first, with all that is computed of it; the one that is sent on of another comes last."""
+    """The one sent first comes first, with all that is computed of it; the one sent on of another comes last."""
     program = check(Program.parse(BY_ARRIVAL))
     changed = check(lower.overlap(program))
     change("by_arrival", program, changed)

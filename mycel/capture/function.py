@@ -41,10 +41,12 @@ from mycel.capture.record import Traced
 from mycel.capture.repeats import assemble
 from mycel.capture.rows import warn_of_experts
 from mycel.capture.state import (
+    GONE,
     Guarded,
     Location,
     Reachable,
     is_there,
+    owner,
 )
 from mycel.capture.structures import Structures
 from mycel.capture.syntax import drawn_state, enter, refuse_draws
@@ -175,8 +177,10 @@ def _settled(capture: Callable[[], Captured]) -> Captured:
     for place, tree in captured.effects:
         try:
             old = place.read()
-        except LookupError:  # it was not there
-            return captured
+        except LookupError:
+            old = GONE  # it was not there
+            if not isinstance(owner(place.container), dict):
+                return captured
         if tree.kind != "static" or is_counter(old, tree.key):
             return captured
         before.append((place, old))
@@ -189,7 +193,10 @@ def _settled(capture: Callable[[], Captured]) -> Captured:
         if not again.effects and again.program == captured.program and again.out == captured.out:
             return again
     for place, old in before:
-        place.write(old)
+        if old is GONE:
+            del owner(place.container)[place.key]
+        else:
+            place.write(old)
     return captured
 
 
