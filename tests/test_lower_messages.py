@@ -35,6 +35,13 @@ def by_rank(program: Program, ranks: int) -> list[list[torch.Tensor]]:
     return [list(xs) for xs in zip(*(values(program, seed) for seed in range(ranks)), strict=True)]
 
 
+def same_on_ranks(program: Program, changed: Program) -> None:
+    """To the bit, of two ranks with inputs of their own."""
+    inputs = by_rank(program, 2)
+    for before, after in zip(*(simulate(p, Mesh(dp=2), inputs) for p in (program, changed)), strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+
+
 def nearly_equal(want: Sequence[torch.Tensor], got: Sequence[torch.Tensor]) -> None:
     """As close as 8 bits are, and not to the bit: something was encoded."""
     for x, y in zip(want, got, strict=True):
@@ -243,14 +250,15 @@ def test_sums_added_wide():
     golden("wide_sums", f"# before\n\n{program}\n# after\n\n{check(add_wide(program))}")
 
 
-SENT_ON = """
+LAYER = """
 def layer(x: f32[4,4], w: f32[4,4]):
   h: f32[4,4] = linear(x, w)
   y: f32[4,4] = tanh(h)
   return y
 
 def main(x: f32[4,4], w: f32[4,4]):
-  a: f32[4,4] = call(x, w, block=@layer)
+"""
+SENT_ON = f"""{LAYER}  a: f32[4,4] = call(x, w, block=@layer)
   s: f32[2,4] = reduce_scatter(a, axes=("dp",), count=2, dim=0)
   b: f32[4,4] = call(a, w, block=@layer)
   c: f32[4,4] = call(b, w, block=@layer)
@@ -274,19 +282,10 @@ def test_what_has_come_is_computed_with_and_sent_on_between_calls():
     names = [e.op.name for e in changed.main.eqns]
     last = len(names) - 1 - names[::-1].index("call")
     assert names[:last].count("begin") == 3 and {"tanh", "sin"} <= {*names[:last]}
-    inputs = by_rank(program, 2)
-    for before, after in zip(*(simulate(p, Mesh(dp=2), inputs) for p in (program, changed)), strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    same_on_ranks(program, changed)
 
 
-BY_ARRIVAL = """
-def layer(x: f32[4,4], w: f32[4,4]):
-  h: f32[4,4] = linear(x, w)
-  y: f32[4,4] = tanh(h)
-  return y
-
-def main(x: f32[4,4], w: f32[4,4]):
-  a: f32[4,4] = call(x, w, block=@layer)
+BY_ARRIVAL = f"""{LAYER}  a: f32[4,4] = call(x, w, block=@layer)
   b: f32[4,4] = call(a, w, block=@layer)
   part: f32[2,4] = reduce_scatter(b, axes=("dp",), count=2, dim=0)
   bent: f32[2,4] = tanh(part)
@@ -305,6 +304,4 @@ def test_behind_the_last_call_messages_are_waited_for_as_they_were_sent():
     program = check(Program.parse(BY_ARRIVAL))
     changed = check(lower.overlap(program))
     change("by_arrival", program, changed)
-    inputs = by_rank(program, 2)
-    for before, after in zip(*(simulate(p, Mesh(dp=2), inputs) for p in (program, changed)), strict=True):
-        assert all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    same_on_ranks(program, changed)
