@@ -26,7 +26,7 @@ from mycel.cli import app
 from mycel.errors import TrainError
 from mycel.run.checkpoint import best, latest, load
 from mycel.train import labelled
-from mycel.train.generate import Sampling, pieces, stream
+from mycel.train.generate import Sampling, pieces, prompts, stream
 from mycel.train.loop import train
 from mycel.train.onnx_file import InputsToLogits, example_inputs, write_onnx
 from mycel.train.sample import draw
@@ -317,6 +317,24 @@ def test_a_file_of_prompts(folder, tmp_path):
     assert (first["prompt"], first["id"], second["prompt"]) == ("def ", 1, "if") and isinstance(first["response"], str)
     again = mycel("generate", folder, "--file", prompts, "--tokens", 5).stdout.splitlines()
     assert [json.loads(line) for line in again] == [first, second], "the same seed, the same text"
+    forms = {
+        "list.json": '[{"prompt": "def "}, {"prompt": "if"}]',
+        "table.csv": "prompt\r\ndef \r\nif\r\n",
+        "lines.txt": "\ufeffdef \r\n\r\nif\r\n",
+    }
+    for name, text in forms.items():
+        (tmp_path / name).write_bytes(text.encode())
+        told = mycel("generate", folder, "--file", tmp_path / name, "--tokens", 5).stdout.splitlines()
+        assert [json.loads(x)["response"] for x in told] == [first["response"], second["response"]], name
+
+
+def test_prompts_are_lines_as_json_has_them(tmp_path):
+    text = "a\u2028b\x85c"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": text}, ensure_ascii=False), encoding="utf-8")
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    assert [[record["prompt"] for record, _ in prompts(tmp_path / name)] for name in ("a.jsonl", "a.txt")] == [
+        [text]
+    ] * 2
 
 
 def test_a_chat_is_written_by_its_template(folder, tmp_path):
@@ -367,6 +385,7 @@ def test_messages(run, folder, tmp_path):
         ("generate", folder),
         ("generate", folder, "--prompt", "a", "--chat"),
         ("generate", folder, "--prompt", "a", "--top-p", 0),
+        ("generate", folder, "--prompt", "a", "--temperature", "nan"),
         ("generate", folder, "--prompt", "a" * 99),
         ("generate", folder, "--file", tmp_path / "no.jsonl"),
         ("generate", folder, "--file", tmp_path / "chat.jsonl"),

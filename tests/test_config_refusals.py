@@ -238,6 +238,16 @@ model.config.rope_theta is .nan, not a plain value
   at        run.yaml:1:37
             model: {config: {model_type: llama, rope_theta: .nan}}
   try       text, a finite number, true, false, null, a list or a mapping""",
+    "parallel: {mesh: {tp:2}}": """\
+parallel.mesh is {'tp:2': null}, not axes with their sizes, whole numbers from 1 or null
+  at        run.yaml:1:12
+            parallel: {mesh: {tp:2}}
+  try       a space after the colon: {tp: 2}""",
+    "model: {lora: {rank:4}}": """\
+unknown key model.lora.rank:4
+  at        run.yaml:1:16
+            model: {lora: {rank:4}}
+  try       a space after the colon: {rank: 4}""",
     "model: {config: {model_type: llama}}": """\
 data.tokenizer is null, and model.config brings none: text cannot become tokens
   at        run.yaml:1:9

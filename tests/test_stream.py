@@ -83,7 +83,7 @@ def test_a_mixed_stream_is_the_same_windows_in_another_order(tmp_path, buffer):
 
 def test_an_empty_stream_is_refused(tmp_path):
     (tmp_path / "a.txt").write_text("")
-    with pytest.raises(TrainError, match="the data is empty: no token in 1 files"):
+    with pytest.raises(TrainError, match="the data is empty: no token in 1 file\n"):
         streams.Stream(find(tmp_path, "auto"), FIELDS, Bytes(), 8).batch([0])
 
 

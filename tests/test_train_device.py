@@ -176,7 +176,13 @@ def test_a_gpu():
 
 
 @pytest.mark.parametrize(
-    "plan, message", [("tpp", "there is no plan 'tpp'"), ("dp+no", "'no'"), ("no.yaml", "no.yaml")]
+    "plan, message",
+    [
+        ("tpp", "there is no plan 'tpp'"),
+        ("dp+no", "'no'"),
+        ("no.yaml", "no.yaml"),
+        ("pp", r"try       \{stages: 2\}, a pipeline"),
+    ],
 )
 def test_a_plan_that_is_not_there_is_told_of_on_one_device(plan, message):
     with pytest.raises(PlanError, match=message):

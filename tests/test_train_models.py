@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from mycel.errors import TrainError
+from mycel.train.assemble import tokenizer_of
+from mycel.train.config import Config
 from mycel.train.export import byte_tokenizer
 from mycel.train.models import build, count, flops_per_token, parameter_groups
 
@@ -251,6 +253,16 @@ def test_missing_shard(tmp_path):
     with pytest.raises(TrainError) as error:
         build(tmp_path, None)
     check_message(error, shard.name)
+
+
+def test_a_model_that_is_not_there_is_not_downloaded(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "llama").mkdir()
+    for name, hint in (("lama", "llama"), ("meta/llama", "the folder of `hf download meta/llama --local-dir FOLDER`")):
+        with pytest.raises(
+            TrainError, match=f"no such model folder: {name}\n  at        model.path\n  try       {hint}"
+        ):
+            tokenizer_of(Config.from_dict({"model": {"path": name}}))
 
 
 @pytest.mark.parametrize(

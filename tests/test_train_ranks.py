@@ -435,6 +435,7 @@ def test_ranks_that_differ_and_plans_and_meshes_that_do_not_fit_are_refused(disk
     meshes = [
         ({"dp": 3}, "the mesh has 3 ranks, but 2 processes run"),
         ({"xy": 2}, "none is ready for axis 'xy' of Mesh(xy=2)"),
+        ({"pp": 2}, "try       'parallel.plan={stages: 2}', a pipeline"),
     ]
     outputs = worlds(2, *({"settings": tiny(disk, tmp_path / "run", mesh), "ends": 1} for mesh, _ in meshes))
     assert all(what in text for _, what in meshes for text in outputs), outputs

@@ -17,6 +17,7 @@ from mycel.plan.mapping_file import read_mapping
 
 _Dumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # ten times as fast
 READY = Path(__file__).parent.parent / "plans"
+PIPELINE = "{stages: 2}, a pipeline"  # a plan that has no name, as its number of stages is asked for
 
 
 def plan_data(source: Any) -> tuple[dict[str, Any], str]:
@@ -47,7 +48,7 @@ def ready_plans() -> list[str]:
 def _ready(name: str) -> dict[str, Any]:
     path = READY / f"{name}.yaml"
     if name not in ready_plans():
-        close = get_close_matches(name, ready_plans(), 1)
+        close = [PIPELINE] if name in ("pp", "pipeline") else get_close_matches(name, ready_plans(), 1)
         raise PlanError(
             f"there is no plan {name!r}\n  ready     {', '.join(ready_plans())}\n"
             f"  try       {close[0] if close else 'one of these, or a .yaml file'}"

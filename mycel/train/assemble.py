@@ -219,6 +219,8 @@ def tokenizer_of(config: settings.Config) -> Tokenizer | None:
     folder = config.model.path
     if folder and (folder / models.ADAPTER).is_file():
         raise models.no_model(folder)
+    if folder and not folder.is_dir():
+        raise models.no_folder(folder)
     if folder and not (folder / "config.json").is_file():
         raise TrainError(
             f"no model in {folder}: it has no config.json\n  at        model.path\n"

@@ -167,7 +167,7 @@ def generate(
         )
         generating.refuse_long(ids, decoder, at)
         asked.append((record, ids))
-    with nullcontext() if out is None else out.open("w") as responses:
+    with nullcontext() if out is None else out.open("w", encoding="utf-8") as responses:
         for record, ids in asked:
             line = json.dumps({**record, "response": "".join(written(ids))}, ensure_ascii=False) + "\n"
             if responses is None:

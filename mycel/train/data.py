@@ -23,7 +23,7 @@ from mycel.errors import TrainError
 from mycel.sizes import counted
 from mycel.train.cache import obtain
 from mycel.train.documents import DOCUMENT_FIELDS, FIELDS, bin_dtype
-from mycel.train.sources import RECORDS, DataFile, File, check_unchanged, find, identify
+from mycel.train.sources import RECORDS, DataFile, File, check_unchanged, find, identify, no_token
 from mycel.train.split import cut, divide
 from mycel.train.store import Progress, Tokens, build
 from mycel.train.tokenize import Tokenizer
@@ -146,9 +146,9 @@ def _open(
         notes.append(f"cached tokens were damaged ({entry.remade}) and have been made again")
     store = Tokens(entry, data_files)
     if not len(store.hashes):
-        raise TrainError(f"the data is empty: no token in {len(data_files)} files\n  at        {data_files[0].path}")
+        raise no_token([(s.path, s.format) for s in data_files])
     if empty := sum(c.empty for c in store.contents):
-        notes.append(f"{empty:,} empty documents left out")
+        notes.append(f"{counted(empty, 'empty document')} left out")
     return store, key
 
 

@@ -56,7 +56,7 @@ class Segment:
 def segments(source: DataFile, fields: Mapping[str, str], tokenizer: Tokenizer) -> Iterator[Segment]:
     """The documents of a text or JSONL file, in order."""
     if source.format == "text":
-        return _text(source.path)
+        return text_pieces(source.path)
     rows = records(source.path, source.format)
     return (s for record, where in rows for s in _of_record(record, where, fields, tokenizer))
 
@@ -257,7 +257,7 @@ def _npy(path: Path) -> npt.NDArray[Any]:
             raise TrainError(f"no .npy array, or a damaged one: {str(e).splitlines()[0]}\n  at        {path}") from e
 
 
-def _text(path: Path) -> Iterator[Segment]:
+def text_pieces(path: Path) -> Iterator[Segment]:
     """The file's text in pieces that end with a line where that is possible, or between two characters."""
     offset, data = 0, b""
     with opened(path) as file:

@@ -5,9 +5,12 @@ prompt ──▶ ids ──▶ one pass ──▶ next ~ softmax(logits / temper
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,8 @@ from mycel.errors import TrainError
 from mycel.forward import evaluating
 from mycel.train import sample
 from mycel.train.decode import Decoder
+from mycel.train.documents import records, text_pieces
+from mycel.train.sources import RECORDS, find
 from mycel.train.tokenize import Tokenizer
 
 BROKEN = "\ufffd"
@@ -33,7 +38,7 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.tokens < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
+        if self.tokens < 1 or not 0 <= self.temperature < math.inf or not 0 < self.top_p <= 1:
             raise TrainError(
                 f"cannot draw {self.tokens} tokens at temperature {self.temperature} with top-p {self.top_p}\n"
                 "  try       --tokens from 1, --temperature from 0, --top-p above 0 up to 1"
@@ -122,35 +127,32 @@ def ends_of(module: nn.Module, tokenizer: Tokenizer) -> list[int]:
 
 
 def prompts(file: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    """The records of a JSONL file, {"prompt": …} or {"messages": […]}, each with where it is; other files hold a prompt
-    on each line."""
-    try:
-        lines = file.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise TrainError(f"cannot read the prompts: {why}\n  at        {file}\n  try       another file") from None
-    if not any(line.strip() for line in lines):
-        raise TrainError(f"no prompt in the file\n  at        {file}\n  try       a prompt on each line")
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        where = f"{file}:{number}"
-        if file.suffix.lower() not in (".jsonl", ".ndjson"):
-            yield {"prompt": line}, where
-            continue
-        try:
-            record = json.loads(line)
-        except ValueError:
-            record = None
-        if not isinstance(record, dict) or not ({"prompt", "messages"} & record.keys()):
+    """The records of a file, {"prompt": …} or {"messages": …}, each with where it is; of text each line is a prompt."""
+    some = False
+    for record, where in chain.from_iterable(_records(path, form) for path, form in find(file, "auto")):
+        some = True
+        if not {"prompt", "messages"} & record.keys():
             raise TrainError(
-                f'no prompt\n  at        {where}\n  try       {{"prompt": "…"}} or {{"messages": […]}} on each line'
+                f'no prompt\n  at        {where}\n  try       {{"prompt": "…"}} or {{"messages": […]}} in each record'
             )
         _refuse_form(record, where)
-        yield record, where
+        yield dict(record), where
+    if not some:
+        raise TrainError(f"no prompt in the file\n  at        {file}\n  try       a prompt on each line")
 
 
-def _refuse_form(record: dict[str, Any], where: str) -> None:
+def _records(path: Path, form: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """The records of a file; of text, each line that is not blank."""
+    if form == "tokens":
+        raise TrainError(f"prompts are text, this file holds tokens\n  at        {path}\n  try       another file")
+    if form in RECORDS:
+        return records(path, form)
+    text = "".join(piece.text for piece in text_pieces(path))
+    lines = enumerate(io.StringIO(text, newline=None), 1)
+    return (({"prompt": line.rstrip("\n")}, f"{path}:{number}") for number, line in lines if line.strip())
+
+
+def _refuse_form(record: Mapping[str, Any], where: str) -> None:
     """A prompt that is no text, messages that are no list of them; which roles there are, the chat template says."""
     if "messages" not in record:
         if isinstance(record["prompt"], str):

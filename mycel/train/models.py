@@ -23,6 +23,7 @@ from torch import nn
 from mycel.errors import TrainError
 from mycel.train.config_hints import config_hint, indivisible
 from mycel.train.cutting import Cuts, Outline, outline
+from mycel.train.sources import near
 from mycel.train.tokenize import VOCABULARIES
 from mycel.train.weights import INDEX, ONE, find, load, one_line, quietly, refusal
 
@@ -133,7 +134,7 @@ def _from_folder(path: Path) -> Any:
     import transformers
 
     if not path.is_dir():
-        raise refusal(f"no such model folder: {path}", "model.path", "a folder on this machine; nothing is downloaded")
+        raise no_folder(path)
     if (path / ADAPTER).is_file():
         raise no_model(path)
     file = path / "config.json"
@@ -170,6 +171,14 @@ def not_finite(module: nn.Module) -> str:
 def folder_hint(path: Path) -> str:
     """What to give instead of a folder that holds no model: of a run, what it exported."""
     return str(path / "model") if (path / "config.yaml").is_file() else "a folder in Hugging Face form"
+
+
+def no_folder(path: Path) -> TrainError:
+    """For a model's folder that is not there; a name may be that of a model on the Hub."""
+    hint = near(path)
+    if len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists():
+        hint = f"the folder of `hf download {path} --local-dir FOLDER`: nothing is downloaded here"
+    return refusal(f"no such model folder: {path}", "model.path", hint)
 
 
 def no_model(adapters: Path) -> TrainError:

@@ -25,7 +25,7 @@ import torch
 
 from mycel.errors import PlanError
 from mycel.ir import Mesh
-from mycel.plan import Plan, probe_text
+from mycel.plan import STAGE_AXIS, Plan, probe_text
 from mycel.plan.plan_file import plan_data, ready_plans
 from mycel.run.checkpoint import ALONE, MeshProcess
 from mycel.run.processes import Processes, code_version, world
@@ -214,6 +214,8 @@ def _name(parallel: Parallel, mesh: Mesh) -> str:
     names = [axis for axis in mesh.axes if axis in ready_plans()] + ["tp2d"] * (set(mesh.axes) >= TWO_AXES)
     if strange := [axis for axis in mesh.axes if axis not in names and axis not in TWO_AXES]:
         hint = f"parallel.plan, or axes called {', '.join(name for name in ready_plans() if name.isalpha())}"
+        if strange[0] == STAGE_AXIS:
+            hint = f"'parallel.plan={{stages: {mesh.sizes()[STAGE_AXIS]}}}', a pipeline"
         raise PlanError(
             f"no plan is given, and none is ready for axis {strange[0]!r} of {mesh}\n  at        parallel.mesh\n"
             f"  try       {hint}"

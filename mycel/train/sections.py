@@ -173,6 +173,8 @@ def _hint(field: FieldInfo, value: Any) -> str:
     """The nearest choice, the setting that a share is for, quotes around what should be
     text, an example, or the default."""
     forms, section = _forms(field), section_of(field)
+    if isinstance(value, Mapping) and (joined := [key for key in value if _spaced(key)]):
+        return _spaced(joined[0])
     if get_origin(field.annotation) is Literal and (
         near := get_close_matches(str(value).lower(), get_args(field.annotation), n=1, cutoff=NEAR)
     ):
@@ -187,9 +189,16 @@ def _hint(field: FieldInfo, value: Any) -> str:
     return next((form.example for form in forms if form.example), f"{inline(_plain(field.default))}, the default")
 
 
+def _spaced(key: Any) -> str:
+    """{tp:2} is to YAML one key without a value => what to write instead; nothing for other keys."""
+    return f"a space after the colon: {{{key.replace(':', ': ', 1)}}}" if re.fullmatch(r"\w+:.+", str(key)) else ""
+
+
 def _nearest(root: type[Section], keys: Keys) -> str:
     """Known keys that could have been meant: alike in this section, or of this name in another."""
     *above, name = keys
+    if spaced := _spaced(name):
+        return spaced
     word = name.lower().replace("-", "_")
     initials = "".join(part[:1] for part in word.split("_"))  # learning_rate is lr
     field = find(root, above)

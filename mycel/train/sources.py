@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from mycel.errors import TrainError
+from mycel.sizes import counted
 
 File = tuple[Path, str]  # and its format
 
@@ -221,6 +222,18 @@ def _refuse_form(path: Path) -> NoReturn:
 def _describes_tokens(path: Path) -> bool:
     """Whether this is the JSON beside a .bin file."""
     return path.suffix == ".json" and (path.with_suffix(".bin").exists() or path.with_suffix("").suffix == ".bin")
+
+
+def no_token(files: Sequence[File]) -> TrainError:
+    """For files none of whose documents has a token."""
+    path, kind = files[0]
+    hint = (
+        "text in its records, and in chats a turn of the assistant's: that is what is learnt" if kind in RECORDS else ""
+    )
+    return TrainError(
+        f"the data is empty: no token in {counted(len(files), 'file')}\n  at        {path}\n"
+        f"  try       {hint or 'a file with text'}"
+    )
 
 
 def near(path: Path) -> str:

@@ -24,7 +24,7 @@ from mycel.errors import TrainError
 from mycel.sizes import counted
 from mycel.train.data import Data, Names, opened
 from mycel.train.documents import Segment, segments
-from mycel.train.sources import DataFile, File, find
+from mycel.train.sources import DataFile, File, find, no_token
 from mycel.train.split import NO_LOSS, cut
 from mycel.train.store import Progress
 from mycel.train.tokenize import Tokenizer, needs_tokenizer
@@ -109,9 +109,7 @@ class Stream:
                         yield ids[: self.length], labels[: self.length]
                     ids, labels = ids[self.length :], labels[self.length :]
             if not some:
-                raise TrainError(
-                    f"the data is empty: no token in {len(self.files)} files\n  at        {self.files[0][0]}"
-                )
+                raise no_token(self.files)
 
     def _tokens(self) -> Iterator[tuple[I64, bool]]:
         """The tokens of all documents once, with whether they carry loss."""
