@@ -545,3 +545,53 @@ def test_modules_that_are_replaced_between_calls(change):
         ways[1][1].step()
         torch.testing.assert_close(step(X), wanted)
     same(model.state_dict(), like.state_dict())
+
+
+class Again(torch.autograd.Function):
+    """Keeps the module, not what it computed: backward runs it again, with the weights the module has then."""
+
+    @staticmethod
+    def forward(ctx, module, x, *weights):
+        ctx.module = module
+        ctx.save_for_backward(x, *weights)
+        return module(x)
+
+    @staticmethod
+    def backward(ctx, g):
+        x, *weights = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            grads = torch.autograd.grad(ctx.module(x), (x, *weights), g, allow_unused=True)
+        return (None, *grads)
+
+
+class Scaled(nn.Module):
+    """Made in forward: one of its weights is a parameter, the other computed."""
+
+    def __init__(self, weight, scale):
+        super().__init__()
+        self.weight, self.scale = weight, scale
+
+    def forward(self, x):
+        return (x * self.weight).sin() * self.scale
+
+
+class Recomputed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, 4))
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        scaled = Scaled(self.weight, self.layer(x).tanh())
+        return mycel.island(lambda x: Again.apply(scaled, x, scaled.weight, scaled.scale))(x).square().mean()
+
+
+def test_what_the_backward_of_an_island_reads_is_what_its_forward_read():
+    model, twin = twins(Recomputed)
+    loss = twin(X)
+    loss.backward()
+    wanted = {k: p.grad for k, p in twin.named_parameters()}
+    same(mycel.value_and_grad(lambda x: model(x), wrt=model)(X), (loss.detach(), wanted))
+    mycel.jit(model)(X).backward()
+    same({k: p.grad for k, p in model.named_parameters()}, wanted)

@@ -188,7 +188,7 @@ class Trial:
             ]
             before = [x.detach().clone() for x in given]
             try:
-                with self._placed(given, silent=True):
+                with self.placed(given, silent=True):
                     try:
                         with watched or contextlib.nullcontext():
                             result = self._called(given)
@@ -362,7 +362,7 @@ class Trial:
             else:
                 self.before, olds = olds, None
         try:
-            with self._placed(operands, silent=again or silent):
+            with self.placed(operands, silent=again or silent):
                 leaves: list[torch.Tensor] = []
                 before = [_read(place) for place, _ in self.kept]
                 for (place, _), now, then in zip(self.kept, before, self.kept_before, strict=True):
@@ -406,7 +406,7 @@ class Trial:
         return operands[i]
 
     @contextlib.contextmanager
-    def _placed(self, operands: Sequence[torch.Tensor], silent: bool = False) -> Iterator[None]:
+    def placed(self, operands: Sequence[torch.Tensor], silent: bool = False) -> Iterator[None]:
         """The operands lie where the code finds them; afterwards what was there does.  `silent`: nothing is said,
         and files are not written to."""
         held = [place for _, place in self.places] + [place for place, _, _ in self.tuples.values()]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from mycel.errors import RunError
 from mycel.ir import Type, is_float, type_of
@@ -22,6 +23,10 @@ class PlainCode(Protocol):
     """The user's code on its operands; `again`: for a gradient, so that what it changes in Python is changed once."""
 
     def __call__(self, operands: Sequence[torch.Tensor], again: bool) -> list[torch.Tensor]: ...
+
+    def placed(self, operands: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
+        """In here the operands lie where the code finds them."""
+        ...
 
     def is_like(self, other: Any) -> bool:
         """Does it run the same code in the same way?"""
@@ -47,13 +52,21 @@ class PythonCall:
         """Does it take and change the same operands?"""
         return (self.written, self.draws, self.grad) == (other.written, other.draws, other.grad)
 
-    def run(self, inputs: Sequence[torch.Tensor], wrt: Sequence[int], again: bool) -> tuple[torch.Tensor, ...]:
-        """Its results, in memory of their own."""
+    def run(
+        self,
+        inputs: Sequence[torch.Tensor],
+        wrt: Sequence[int],
+        again: bool,
+        behind: contextlib.ExitStack | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Its results, in memory of their own.  `behind`: for so long its operands lie where it found them, too."""
         start = time.perf_counter()
         given = [x if i in wrt else x.detach() for i, x in enumerate(inputs)]
         given = [x.clone() if i in self.written else x for i, x in enumerate(given)]
         with seeded(inputs[0]) if self.draws else contextlib.nullcontext():
             outs = self.call(given[self.draws :], again)
+        if behind is not None:
+            behind.enter_context(self.call.placed(given[self.draws :]))
         self.seconds += time.perf_counter() - start
         self.calls += 1
         return _apart(inputs, outs)
@@ -111,6 +124,8 @@ def run(
     known = find(name)
     if torch.is_grad_enabled():
         outs = known.run(inputs, wrt, again=False)
+        if any(isinstance(node, BackwardCFunction) for node in _nodes(outs, inputs)):
+            outs = RunAgain.of(name, types, wrt, inputs, outs)
         uses = [1 for _ in counted]
     else:
         leaves = [x.detach().requires_grad_(i in wrt and known.grad) for i, x in enumerate(inputs)]
@@ -127,16 +142,50 @@ def run(
 
 def _reached(results: Sequence[torch.Tensor]) -> set[int]:
     """The leaves (by id) to which a gradient of these results goes."""
-    nodes, seen, leaves = [y.grad_fn for y in results if y.grad_fn is not None], set[Any](), set[int]()
+    return {id(node.variable) for node in _nodes(results) if hasattr(node, "variable")}
+
+
+def _nodes(results: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] = ()) -> set[Any]:
+    """The graph behind results, as far as to inputs."""
+    seen: set[Any] = {x.grad_fn for x in inputs}
+    ends = set(seen)
+    nodes = [y.grad_fn for y in results]
     while nodes:
         node = nodes.pop()
-        if node in seen:
+        if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.add(id(node.variable))
-        nodes += [inner for inner, _ in node.next_functions if inner is not None]
-    return leaves
+        nodes += [inner for inner, _ in node.next_functions]
+    return seen - ends
+
+
+class RunAgain(torch.autograd.Function):
+    """Results whose gradient is that of another run: Python of theirs reads in backward what lay in its place in
+    forward."""
+
+    @staticmethod
+    def of(
+        name: str, types: Sequence[Type], wrt: Sequence[int], inputs: Sequence[torch.Tensor], outs: Sequence[Any]
+    ) -> tuple[torch.Tensor, ...]:
+        plain = [y.detach() for y in outs]
+        results: tuple[torch.Tensor, ...] = RunAgain.apply(name, types, wrt, plain, *inputs)
+        return results
+
+    @staticmethod
+    def forward(ctx: Any, name: str, types: Any, wrt: Any, outs: Any, *inputs: Any) -> Any:
+        ctx.params = name, types, wrt
+        ctx.save_for_backward(*inputs)
+        ctx.mark_non_differentiable(*(y for y in outs if not is_float(y.dtype)))
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        name, types, wrt = ctx.params
+        inputs = ctx.saved_tensors
+        gs = [g for g, t in zip(cotangents, types, strict=True) if is_float(t.dtype)]
+        grads = gradients([*inputs, *gs], name, types, wrt, (len(inputs),))
+        rest = iter(grads if isinstance(grads, tuple) else (grads,))
+        return None, None, None, None, *(next(rest) if i in wrt else None for i in range(len(inputs)))
 
 
 def gradients(
@@ -146,11 +195,12 @@ def gradients(
     known = find(name)
 
     def forward(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        outs = known.run(inputs, wrt, again=True)
+        outs = known.run(inputs, wrt, again=True, behind=behind)
         _check(known, outs, types)
         return outs
 
-    grads = torch_gradients(operands, forward, arity)
+    with contextlib.ExitStack() as behind:
+        grads = torch_gradients(operands, forward, arity)
     kept = is_wanted(operands[: arity[-1]], wrt, arity)
     grads = _apart(operands, [g for g, k in zip(grads, kept, strict=True) if k])
     return grads if len(grads) != 1 else grads[0]
