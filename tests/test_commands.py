@@ -168,6 +168,10 @@ TINY = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_a
 T5 = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
 WRITTEN = {  # the inputs of a file, and how many numbers a text or image has in the end
     "causal": (lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**TINY)), ["input_ids"]),
+    "experts": (
+        lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**TINY, num_key_value_heads=1, num_local_experts=4)),
+        ["input_ids"],
+    ),
     "classes": (
         lambda: hf.BertForSequenceClassification(hf.BertConfig(**TINY, num_labels=3)), ["input_ids", "attention_mask"]
     ),
@@ -206,8 +210,8 @@ def test_an_onnx_file_of_sound_is_refused():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["classes", "reward", "images"])
-def test_an_onnx_file_of_a_classifier_gives_its_logits(name, tmp_path):
+@pytest.mark.parametrize("name", ["experts", "classes", "reward", "images"])
+def test_an_onnx_file_of_a_model_gives_its_logits(name, tmp_path):
     runtime = pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")
     model, said = WRITTEN[name][0]().eval(), []

@@ -62,10 +62,11 @@ def write_onnx(module: nn.Module, path: Path, say: Callable[[str], None], *, ima
     with evaluating(module), torch.no_grad(), _quietly():
         wrapped = InputsToLogits(module, example).eval()
         try:
-            program: Any = torch.onnx.export(
-                wrapped, tuple(example.values()), input_names=[*example], output_names=["logits"],
-                dynamic_shapes=(shapes,), dynamo=True, verbose=False,
-            )  # fmt: skip
+            with _experts_in_products(module):
+                program: Any = torch.onnx.export(
+                    wrapped, tuple(example.values()), input_names=[*example], output_names=["logits"],
+                    dynamic_shapes=(shapes,), dynamo=True, verbose=False,
+                )  # fmt: skip
         except Exception as e:  # torch's exporter raises many kinds
             raise TrainError(
                 f"torch cannot write this model as ONNX: {one_line(e)}\n  at        {type(module).__name__}\n"
@@ -121,6 +122,20 @@ def _check(module: nn.Module, path: Path, inputs: Inputs, say: Callable[[str], N
             "  try       --to hf, and another exporter"
         )
     say(f"checked with onnxruntime: the model's logits to {worst:.0e}")
+
+
+@contextlib.contextmanager
+def _experts_in_products(module: nn.Module) -> Any:
+    """Experts as a product for each token: ONNX has none of groups of rows, which transformers takes by itself."""
+    config: Any = module.config
+    usual = getattr(config, "_experts_implementation", None)
+    if usual is not None:
+        config._experts_implementation = "batched_mm"
+    try:
+        yield
+    finally:
+        if usual is not None:
+            config._experts_implementation = usual
 
 
 @contextlib.contextmanager
