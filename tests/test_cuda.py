@@ -265,6 +265,48 @@ def test_the_gradient_of_a_bias_in_16_bits(dtype, shape, dropout):
     assert (compiled.double() - want).norm() <= 1e-2 * want.norm()
 
 
+@pytest.mark.parametrize("members", [1, 16])
+def test_many_short_windows_with_a_bias_in_16_bits(members):
+    """Of 49 pixels each, as Swin has them; one bias for all of them, or one each: against the meaning in 64 bits."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16
+    q, k, v = (torch.randn(3000 // members * members, 3, 49, 32, device="cuda", dtype=dtype) for _ in range(3))
+    bias = torch.randn(members, 3, 49, 49, device="cuda", dtype=dtype)
+    bias = bias if members == 1 else bias.repeat(len(q) // members, 1, 1, 1)
+    wide = [x.double() for x in (q, k, v, bias)]
+    y, lse = OPS["attention"].kernel(*wide)
+    g = torch.randn_like(y)
+    wanted = [*OPS["attention_grad"].kernel(g, *wide, y, lse), OPS["attention_mask_grad"].kernel(g, *wide, y, lse)]
+    narrow = OPS["attention"].kernel(q, k, v, bias)
+    grads = OPS["attention_grad"].kernel(g.to(dtype), q, k, v, bias, *narrow)
+    of_bias = OPS["attention_mask_grad"].kernel(g.to(dtype), q, k, v, bias, *narrow)
+    assert far(narrow[0], y) < 1e-2 and far(narrow[1], lse) < 1e-2
+    for mine, theirs in zip((*grads, of_bias), wanted, strict=True):
+        assert far(mine, theirs) < 2e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_of_recurrent_layers(dtype):
+    """In one kernel between products, forward and back: against torch's operators in 64 bits."""
+    torch.manual_seed(0)
+    t, b, n, bound = 5, 3, 300, 1e-5 if dtype == torch.float32 else 2e-2
+    gy, gc, h, c = (torch.randn(*s, b, n, device="cuda", dtype=dtype) for s in ((t,), (t,), (), ()))
+    for gates in (4, 3):
+        x, bias = (torch.randn(*s, gates * n, device="cuda", dtype=dtype) for s in ((t, b), ()))
+        w = torch.randn(gates * n, n, device="cuda", dtype=dtype) / 17
+        results = []
+        for how in (dtype, torch.float64):
+            xs, ws, hs, cs, biases, gys, gcs = (z.to(how) for z in (x, w, h, c, bias, gy, gc))
+            if gates == 4:
+                outs = OPS["lstm_steps"].kernel(xs, ws, hs, cs)
+                results.append((*outs, *OPS["lstm_steps_grad"].kernel(gys, gcs, ws, cs, *outs[1:])))
+            else:
+                outs = OPS["gru_steps"].kernel(xs, ws, biases, hs)
+                results.append((*outs, *OPS["gru_steps_grad"].kernel(gys, ws, hs, *outs)))
+        for mine, theirs in zip(*results, strict=True):
+            assert mine.dtype == dtype and far(mine, theirs) < bound
+
+
 @pytest.mark.parametrize("window", [(1, 0), (31, 0), (70, 5), (300, 0)])
 @pytest.mark.parametrize("width, length", [(64, 256), (192, 200), (40, 130)])
 def test_a_window_in_16_bits(window, width, length):

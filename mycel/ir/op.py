@@ -33,6 +33,8 @@ What the fields mean
   scratch   bytes its kernel needs while it runs, besides operands and results: a function of the types and params
   converts  bytes moved before its kernel starts, to bring operands into the form it takes: a function of the types and
             params
+  turns     how many times its kernel does the like, one after another, each with its share of operations and bytes: a
+            function of the types and params; None: once
   compiles  a compiler can take its kernel
   apart     it is worth a kernel of its own: a compiler does not merge it with what is before and behind it
   free      it costs nothing
@@ -156,6 +158,7 @@ class Op:
     aten: Sequence[str] = ()
     scratch: Callable[..., int] | None = None
     converts: Callable[..., int] | None = None
+    turns: Callable[..., int] | None = None
     compiles: bool = True
     apart: bool = False
     free: bool = False

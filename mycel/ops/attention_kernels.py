@@ -23,6 +23,9 @@ FEWEST_ROWS = 64  # of a block
 # Tiled kernels take documents on GPUs; else these are a mask there.  They equal plain products in Triton's interpreter
 # (tests/test_tiled_documents.py) and compile for an H200, on which they have not been run.
 TILED_DOCUMENTS = False
+SHORT = (
+    64  # rows and columns up to which a mask is left to `efficient`: windows of 49 pixels take it a third of the time
+)
 FAR = -1e3  # below this lse has lost digits that weights need: where a mask adds a low number to a whole row
 
 
@@ -40,7 +43,8 @@ def _route(q, k, v, mask, causal, changed=False):
     low = q.dtype in (torch.float16, torch.bfloat16)
     if q.device.type != "cuda" or q.dtype == torch.float64 or d % (8 if low else 4) != 0:
         return "plain"
-    if low and d <= 128 and torch.cuda.get_device_capability(q.device)[0] in (9, 10):
+    short = mask is not None and max(q.shape[2], k.shape[2]) <= SHORT
+    if low and d <= 128 and not short and torch.cuda.get_device_capability(q.device)[0] in (9, 10):
         return "cudnn"  # on an H200 1.5 to 2 times as fast as flash, 3 times as efficient
     square = not causal or q.shape[2] == k.shape[2]  # flash aligns causal rows to the last column
     return "flash" if low and mask is None and square and d <= 256 else "efficient"

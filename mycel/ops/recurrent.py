@@ -5,7 +5,8 @@
 
 A GRU's hidden bias stands inside its candidate, so it goes with the steps.  What backward needs of a step does not
 depend on other steps but by the cotangents of its state: all of that is computed at once before the way back.  In
-fp32 on a CPU each step does what is between its products in one pass, in C (`recurrent.c`).
+fp32 on a CPU each step does what is between its products in one pass, in C (`recurrent.c`); on a GPU in one kernel
+(`triton_recurrent.py`).
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from __future__ import annotations
 import torch
 
 from mycel.ir import op
-from mycel.ops.capture_rules import captures, draw, is_on_gpu
+from mycel.ops.capture_rules import captures, draw
 from mycel.ops.random import dropout
 from mycel.ops.rules import o
 
 
 def _flops(d):
     return 2 * d.t * d.b * d.g * d.h
+
+
+def _steps(x, *_):
+    return x.shape[0]
 
 
 def _row(x, i):
@@ -71,6 +76,15 @@ def _native(*xs):
     except ImportError:
         return None
     return steps_in_c()
+
+
+def _on_gpu(*xs):
+    """The kernels of Triton where these may be their operands."""
+    if not all(x.is_cuda and x.dtype.itemsize <= 4 for x in xs):
+        return None
+    from mycel.ops import triton_recurrent
+
+    return triton_recurrent
 
 
 def _addresses(*xs):
@@ -134,6 +148,7 @@ def _lstm_vjp(g, outs, x, w, h0, c0):
     apart=True,
     compiles=False,
     precision="low",
+    turns=_steps,
     scratch=lambda x, w, h0, c0: w.bytes + 2 * h0.bytes,
     examples=["f[3,2,16], f[16,4], f[2,4], f[2,4]", "f[1,3,8], f[8,2], f[3,2], f[3,2]"],
 )
@@ -153,6 +168,14 @@ def lstm_steps(x, w, h0, c0):
             torch.addmm(xs, h, turned, out=z)
             native.mycel_lstm_step(to_z, before, to_c, to_y, b, n)
             h, before = ys, to_c
+        return y, c, gates
+    kernels = _on_gpu(x, w, h0, c0)
+    if kernels is not None and y.numel():
+        gates.copy_(x)
+        for ys, cs, z in zip(y, c, gates, strict=True):
+            z.addmm_(h, turned)
+            kernels.lstm_step(z, cell, cs, ys)
+            h, cell = ys, cs
         return y, c, gates
     for xs, ys, cs, z in zip(x, y, c, gates, strict=True):
         torch.addmm(xs, h, turned, out=z)
@@ -177,6 +200,7 @@ def lstm_steps(x, w, h0, c0):
     rate="product",
     apart=True,
     compiles=False,
+    turns=_steps,
     scratch=lambda gy, gc, w, c0, c, gates: gy.bytes if gy.dtype == torch.float32 else gates.bytes,
     examples=[
         "f64[3,2,4], f64[3,2,4], f64[16,4], f64[2,4], f64[3,2,4], f64[3,2,16]",
@@ -200,6 +224,15 @@ def lstm_steps_grad(gy, gc, w, c0, c, gates):
             native.mycel_lstm_step_back(at, c_before, at_c, at_gy, at_gc, dh.data_ptr(), dc.data_ptr(), to, len(c0), n)
             torch.mm(row, w, out=dh)
         return dx, dh, dc
+    kernels = _on_gpu(gy, gc, w, c0, c, gates)
+    if kernels is not None and dx.numel():
+        gy, gc, c, gates = (x.contiguous() for x in (gy, gc, c, gates))
+        dc = dc.float()
+        before = [c0.contiguous(), *c[:-1]]
+        for step in reversed(range(len(c))):
+            kernels.lstm_step_back(gates[step], before[step], c[step], gy[step], gc[step], dh, dc, dx[step])
+            torch.mm(dx[step], w, out=dh)
+        return dx, dh, dc.to(gc.dtype)
     i, f, a, out = gates.split(n, 2)
     tanh = c.tanh()
     by_c, by_h = dx[:, :, : 3 * n].unflatten(2, (3, n)), dx[:, :, 3 * n :]  # factors first, then products with them
@@ -285,6 +318,7 @@ def _gru_vjp(g, outs, x, w, b, h0):
     apart=True,
     compiles=False,
     precision="low",
+    turns=_steps,
     scratch=lambda x, w, b, h0: w.bytes + 2 * x.bytes // x.shape[0],
     examples=["f[3,2,12], f[12,4], f[12], f[2,4]", "f[1,3,6], f[6,2], f[6], f[3,2]"],
 )
@@ -303,6 +337,12 @@ def gru_steps(x, w, b, h0):
             inside = torch.addmm(b, h, turned)
             native.mycel_gru_step(at, inside.data_ptr(), before, to_gates, to_candidate, to_y, rows, n)
             h, before = ys, to_y
+        return y, gates, candidates
+    kernels = _on_gpu(x, w, b, h0)
+    if kernels is not None and y.numel():
+        for xs, ys, z, candidate in zip(x.contiguous(), y, gates, candidates, strict=True):
+            kernels.gru_step(xs, torch.addmm(b, h, turned), h, z, candidate, ys)
+            h = ys
         return y, gates, candidates
     for xs, ys, z, candidate in zip(x, y, gates, candidates, strict=True):
         inside = torch.addmm(b, h, turned)
@@ -324,6 +364,7 @@ def gru_steps(x, w, b, h0):
     rate="product",
     apart=True,
     compiles=False,
+    turns=_steps,
     scratch=lambda gy, *_: gy.bytes,
     examples=[
         "f64[3,2,4], f64[12,4], f64[2,4], f64[3,2,4], f64[3,2,12], f64[3,2,4]",
@@ -348,6 +389,16 @@ def gru_steps_grad(gy, w, h0, y, gates, candidates):
             native.mycel_gru_step_back(at, at_candidate, h_before, at_gy, dh.data_ptr(), to, to_inside, len(h0), n)
             dh.addmm_(row, w)
         return outside, inside, dh
+    kernels = _on_gpu(gy, w, h0, y, gates, candidates)
+    if kernels is not None and inside.numel():
+        gy, gates, candidates = (x.contiguous() for x in (gy, gates, candidates))
+        outside = torch.empty_like(inside)
+        before = [h0.contiguous(), *y.contiguous()[:-1]]
+        for step in reversed(range(len(y))):
+            last = gates[step], candidates[step], before[step], gy[step], dh, outside[step], inside[step]
+            kernels.gru_step_back(*last)
+            dh.addmm_(inside[step], w)
+        return outside, inside, dh
     r, z, new = gates.split(n, 2)
     by_new = (1 - z) * (1 - new * new)
     torch.mul(by_new * candidates, r - r * r, out=inside[:, :, :n])
@@ -369,8 +420,8 @@ def gru_steps_grad(gy, w, h0, y, gates, candidates):
 
 @captures(torch.lstm)
 def _lstm(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first=None):
-    if batch_first is None or hx[0].shape[-1] != hx[1].shape[-1] or is_on_gpu():
-        return NotImplemented  # packed sequences; a projection of what goes from step to step; cuDNN has its own
+    if batch_first is None or hx[0].shape[-1] != hx[1].shape[-1]:
+        return NotImplemented  # packed sequences; a projection of what goes from step to step
     h0, c0 = hx
 
     def layer(x, at, w_ih, w_hh, b_ih=None, b_hh=None):
@@ -384,8 +435,8 @@ def _lstm(input, hx, params, has_biases, num_layers, dropout, train, bidirection
 
 @captures(torch.gru)
 def _gru(input, hx, params, has_biases, num_layers, dropout, train, bidirectional, batch_first=None):
-    if batch_first is None or is_on_gpu():
-        return NotImplemented  # packed sequences; cuDNN has its own
+    if batch_first is None:
+        return NotImplemented  # packed sequences
 
     def layer(x, at, w_ih, w_hh, b_ih=None, b_hh=None):
         x = o.linear(x, w_ih)

@@ -1,5 +1,6 @@
 """The cotangent of what is added to attention's scores, in one kernel for GPUs: scores and their cotangents exist a
-tile at a time, and are summed over batch and heads where the bias has none.
+tile at a time, and are summed over batch and heads where the bias has none, in several parts where one for each tile
+would leave the GPU idle (windows of 49 pixels have one tile, and thousands of members).
 
     p = exp(q kᵀ · scale + bias - lse)          ds = p (g vᵀ - share)          dbias = Σ ds          share = Σ g y
 
@@ -17,7 +18,8 @@ import triton.language as tl
 
 from mycel.ops.triton_attention import dropping, kept
 
-ROWS, COLUMNS, WARPS = 128, 64, 8  # of a tile
+COLUMNS = 64  # of a tile
+PROGRAMS = 1024  # that keep a GPU busy; tiles of sums besides the result are no more
 
 
 @torch.library.custom_op("mycel::attention_bias_grad", mutates_args=())
@@ -36,17 +38,22 @@ def attention_bias_grad(
     """The cotangent of a bias of four dims: all rows and columns, and one or all of batch and heads; summed in 32 bits,
     and rounded once."""
     batch, heads, rows, width = q.shape
-    out = torch.empty(bias.shape, dtype=bias.dtype, device=q.device)
-    tiles = triton.cdiv(rows, ROWS) * triton.cdiv(k.shape[2], COLUMNS)
-    bias_grad_kernel[(tiles, bias.shape[1], bias.shape[0])](
+    size, warps = (128, 8) if rows > 64 else (64, 4)
+    tiles = triton.cdiv(rows, size) * triton.cdiv(k.shape[2], COLUMNS)
+    turns = (batch if bias.shape[0] == 1 else 1) * (heads if bias.shape[1] == 1 else 1)
+    parts = max(min(PROGRAMS // (tiles * bias.shape[0] * bias.shape[1]), turns), 1)
+    each = triton.cdiv(turns, parts)
+    parts = triton.cdiv(turns, each)
+    out = torch.empty((parts, *bias.shape), dtype=torch.float32 if parts > 1 else bias.dtype, device=q.device)
+    bias_grad_kernel[(tiles * parts, bias.shape[1], bias.shape[0])](
         g, q, k, v, bias, share.contiguous(), lse.contiguous(), q if draws is None else draws.contiguous(), out,
         *g.stride(), *q.stride(), *k.stride(), *v.stride(), *bias.stride(),
-        batch, heads, heads // k.shape[1], rows, k.shape[2], scale, width, v.shape[3], *dropping(dropout),
-        ONE_BATCH=bias.shape[0] == 1, ONE_HEAD=bias.shape[1] == 1, DROP=draws is not None, ROWS=ROWS, COLUMNS=COLUMNS,
+        turns, each, heads, heads // k.shape[1], rows, k.shape[2], scale, width, v.shape[3], *dropping(dropout),
+        ONE_BATCH=bias.shape[0] == 1, ONE_HEAD=bias.shape[1] == 1, DROP=draws is not None, ROWS=size, COLUMNS=COLUMNS,
         WIDTH=max(triton.next_power_of_2(width), 16), WIDTH_V=max(triton.next_power_of_2(v.shape[3]), 16),
-        num_warps=WARPS, num_stages=2,
+        num_warps=warps, num_stages=2,
     )  # fmt: skip
-    return out
+    return out[0] if parts == 1 else out.sum(0).to(bias.dtype)
 
 
 @attention_bias_grad.register_fake
@@ -65,21 +72,22 @@ def tile(x, b, h, at, across, sb, sh, sn, sd, count, width):
 def bias_grad_kernel(
     g, q, k, v, bias, share, lse, draws, out,
     gb, gh, gn, gd, qb, qh, qn, qd, kb, kh, kn, kd, vb, vh, vn, vd, mb, mh, mn, md,
-    batch, heads, group, rows, columns, scale, width, width_v, bound, factor,
+    turns, each, heads, group, rows, columns, scale, width, width_v, bound, factor,
     ONE_BATCH: tl.constexpr, ONE_HEAD: tl.constexpr, DROP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_V: tl.constexpr,
 ):  # fmt: skip
     across = tl.cdiv(columns, COLUMNS)
-    row = (tl.program_id(0) // across) * ROWS + tl.arange(0, ROWS)
-    column = (tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS)
+    tiles = tl.cdiv(rows, ROWS) * across
+    part, at_tile = tl.program_id(0) // tiles, tl.program_id(0) % tiles
+    row = (at_tile // across) * ROWS + tl.arange(0, ROWS)
+    column = (at_tile % across) * COLUMNS + tl.arange(0, COLUMNS)
     feature, feature_v = tl.arange(0, WIDTH), tl.arange(0, WIDTH_V)
     head, member = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     inside = (row[:, None] < rows) & (column[None, :] < columns)
     added = bias + member * mb + head * mh + row[:, None] * mn + column[None, :] * md
     added = tl.load(added, mask=inside, other=float("-inf")).to(tl.float32)
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    turns = (batch if ONE_BATCH else 1) * (heads if ONE_HEAD else 1)
-    for i in range(turns):
+    for i in range(part * each, tl.minimum((part + 1) * each, turns)):
         j = tl.cast(i, tl.int64)
         h = j % heads if ONE_HEAD else head
         b = (j // heads if ONE_HEAD else j) if ONE_BATCH else member
@@ -97,5 +105,6 @@ def bias_grad_kernel(
             drawn = tl.load(draws + at, mask=row < rows, other=0)
             dp = tl.where(kept(drawn, column, bound), dp * factor, 0.0)
         total += p * (dp - own[:, None])
-    where = out + ((member * (heads if not ONE_HEAD else 1) + head) * rows + row[:, None]) * columns + column[None, :]
+    at_part = (part.to(tl.int64) * tl.num_programs(2) + member) * tl.num_programs(1) + head
+    where = out + (at_part * rows + row[:, None]) * columns + column[None, :]
     tl.store(where, total, mask=inside)

@@ -98,8 +98,10 @@ class Costs:
         cost, kind = eqn.op.cost(eqn.input_types, eqn.params), eqn.op.rate_of(eqn.input_types, eqn.params)
         dtype = next((v.dtype for v in eqn.vars if v.dtype.is_floating_point), eqn.outputs[0].dtype)
         padded = not kind or (self.compiled if compiled is None else compiled)
-        computing = cost.flops / self.hardware.flops(dtype, kind, cost.flops, 8 if padded else alignment(eqn))
-        seconds = self.hardware.started(max(computing, cost.bytes / self.hardware.bandwidth(cost.bytes)))
+        turns = max(eqn.op.turns(*eqn.input_types, **eqn.params), 1) if eqn.op.turns else 1
+        flops, size = cost.flops / turns, cost.bytes / turns
+        computing = flops / self.hardware.flops(dtype, kind, flops, 8 if padded else alignment(eqn))
+        seconds = turns * self.hardware.started(max(computing, size / self.hardware.bandwidth(size)))
         if eqn.op.converts is None:
             return seconds
         moved = eqn.op.converts(*eqn.input_types, **eqn.params)
