@@ -364,13 +364,18 @@ def refused() -> None:
 
 
 def error(late) -> None:
-    """Ranks 0 and 1 come to the same error, one of them after the other; rank 2 to another."""
+    """Ranks 0 and 1 come to the same error, one of them after the other; rank 2 to another.  All begin when all have
+    imported what it takes, however long that is."""
     import typer
 
     from mycel.cli import _fail
     from mycel.errors import PlanError
+    from mycel.run import rendezvous  # noqa: F401
 
-    time.sleep(2 * (str(RANK) == late))
+    note(f"ready-{RANK}")
+    while len(list(FOLDER.glob("ready-*"))) < WORLD:
+        time.sleep(0.01)
+    time.sleep(str(RANK) == late)
     try:
         _fail(PlanError("another mistake" if RANK == 2 else "no plan fits"), 2)
     except typer.Exit as ends:
@@ -404,6 +409,28 @@ def fail(how) -> None:
     ranks.at = "model.py:31"
     ranks.all_reduce(x, ("dp",), "+")
     raise AssertionError("a collective without rank 1 ended well")
+
+
+def crossed() -> None:
+    """A value that a step reads changes on rank 1 alone, which captures the step again."""
+    import torch
+
+    import mycel
+    from mycel.ir.layout import Mesh
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, x):
+            return (super().forward(x) * self.scale).square().mean()
+
+    torch.manual_seed(0)
+    model, plan = Scaled(16, 16), {"batch": ["dp"], "compress": {"dp": "int8+ef"}}
+    model.scale = 1.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = mycel.train_step(model, optimizer, plan=plan, mesh=Mesh(dp=WORLD), compile=False)
+    for i in range(3):
+        if RANK == 1 and i == 1:
+            model.scale = 2.0
+        step(torch.ones(4, 16))
 
 
 def meet() -> None:
@@ -440,6 +467,7 @@ JOBS = {
     "disagree": disagree,
     "refused": refused,
     **{f"error-{late}": lambda late=late: error(late) for late in "01"},
+    "crossed": crossed,
     "meet": meet,
     **{
         f"fail-{how}": lambda how=how: fail(how) for how in ("kill", "early", "exit", "raise", "linger", "stop", "late")

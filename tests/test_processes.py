@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -31,6 +32,7 @@ from mycel.launch import launch
 from mycel.ops.collective import ALONE_BYTES
 from mycel.run import rendezvous
 from mycel.run.collectives import MESSAGE_BYTES, buckets
+from mycel.run.crossed_waits import Turn, crossed, debts
 from mycel.run.groups import SMALL_BYTES
 from mycel.run.processes import Processes, world
 from mycel.run.rendezvous import code_version, connect, difference, named, serve
@@ -118,6 +120,74 @@ def test_a_rank_that_does_not_come_is_named_at_the_timeout(how, tmp_path, capfd)
     assert f"no answer in all_reduce over dp for 4 s: {LATE[how].format(pid=pids['pid-1'])}" in output
     assert "at        model.py:31, rank 0 waits in all_reduce over dp" in output
     assert not any(alive(pid) for pid in pids.values())
+
+
+def test_ranks_that_wait_for_each_other_in_different_places_are_told_where(tmp_path, capfd):
+    """Long before the timeout, which is a minute."""
+    assert run("crossed", 2, tmp_path) in (1, LOST)
+    output = capfd.readouterr().err
+    told = """ranks 0-1 wait for each other in different places
+  rank 0    waits in all_gather over dp, FILE (step 2)
+  rank 1    waits in an agreement on how gradients are compressed (step 2, captured again: NEW)
+  try       all ranks call the same, in the same order; what their code reads changes on all of them
+""".replace("NEW", "model.scale is 2.0 and was 1.0")
+    for said in (output, (tmp_path / "logs" / "1.log").read_text()):
+        assert told in re.sub(r"\n  at  .*", "", re.sub(r"[\w/]*child.py:\d+", "FILE", said.replace("| ", ""))), said
+
+
+ALL, PAIR = ("all", (0, 1, 2)), ("pair", (0, 1))
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_ranks_that_wait_for_each_other_never_go_on_and_none_is_missed(data):
+    """Ranks that each run a list of messages, started and waited for at any time: `crossed` names some as soon as no
+    rank can move though none has ended, and whom it names never moves again."""
+    kinds = st.lists(st.sampled_from([ALL, PAIR, ("other", (1, 2)), ("same", (0, 1, 2))]), max_size=4)
+    common = data.draw(kinds)
+    programs = [
+        [kind for kind in (common if data.draw(st.booleans()) else data.draw(kinds)) if r in kind[1]] for r in range(3)
+    ]
+    at, begun, others = [0, 0, 0], [{}, {}, {}], [{}, {}, {}]
+    held, named_once = [None, None, None], {}
+
+    def beat(r):
+        places = [] if held[r] is None else [{"number": at[r], "collective": "", "turns": [held[r]]}]
+        return {"held": places, "owes": debts(others[r], r, begun[r]) if places else {}}
+
+    def moves(r):
+        if held[r] is not None:
+            kind, nth, ranks = held[r]
+            if any(begun[s].get(kind, 0) < nth for s in ranks):
+                return False
+            held[r] = None
+        elif at[r] < len(programs[r]):
+            kind, ranks = programs[r][at[r]]
+            begun[r][kind] = begun[r].get(kind, 0) + 1
+            held[r] = Turn(kind, begun[r][kind], ranks)
+            at[r] += 1
+        else:
+            return False
+        return True
+
+    for r in [*data.draw(st.lists(st.integers(0, 2), max_size=20)), *[0, 1, 2] * 8]:
+        moved = moves(r)
+        assert not (moved and r in named_once)
+        for s in range(3):  # each looks, and what it owes is in its next beat
+            others[s] = {i: beat(i) for i in range(3)}
+        named_once.update(dict.fromkeys(crossed({i: beat(i) for i in range(3)})))
+    waiting = [r for r in range(3) if held[r] is not None]
+    is_for_ended = any(
+        s not in waiting and begun[s].get(held[r].kind, 0) < held[r].nth for r in waiting for s in held[r].ranks
+    )
+    assert bool(named_once) or not waiting or is_for_ended
+
+
+def test_ranks_at_the_same_number_in_different_collectives_are_at_odds():
+    place = lambda name: {"number": 1, "collective": name, "turns": [("over dp", 3, (0, 1))]}
+    beats = lambda *names: {r: {"held": [place(name)], "owes": {}} for r, name in enumerate(names)}
+    assert crossed(beats("all_reduce", "reduce_scatter")) == [0, 1]
+    assert crossed(beats("all_reduce", "all_reduce")) == [] == crossed(beats("", "all_reduce"))
 
 
 def test_ranks_that_differ_are_refused_on_all_before_the_first_collective(tmp_path):
@@ -269,7 +339,7 @@ def test_a_refusal_reaches_all_where_rank_0_holds_the_store(tmp_path):
 @pytest.mark.parametrize(("started_by", "late"), [("launch", 0), ("launch", 1), ("torchrun", 0), ("nobody", 1)])
 def test_an_error_that_ranks_come_to_is_said_once(started_by, late, tmp_path, capfd):
     """By the first of them, which is shown also where it writes to a log; a rank with another error says that."""
-    job, env = [CHILD, f"error-{late}"], {**os.environ, **QUICK}
+    job, env = [CHILD, f"error-{late}", str(tmp_path)], {**os.environ, **QUICK}
     if started_by == "launch":
         assert run(f"error-{late}", 2, tmp_path) == 2
         assert ("no plan fits" in (tmp_path / "logs" / "1.log").read_text()) == (late == 0)

@@ -4,6 +4,7 @@ blocks; `bind` calls it."""
 from mycel.capture.autograd import differentiate_with
 from mycel.capture.bind import MISS, bind, draw_key
 from mycel.capture.caches import growing, is_static_cache
+from mycel.capture.changed import changed
 from mycel.capture.custom import trace_custom
 from mycel.capture.experts import no_such_expert, traced_gate, traced_layer
 from mycel.capture.facts import Facts, all_ones, make_room
@@ -33,6 +34,7 @@ __all__ = [
     "as_leaf",
     "bind",
     "capture",
+    "changed",
     "checked",
     "closed",
     "differentiate_with",

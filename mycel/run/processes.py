@@ -30,6 +30,7 @@ from mycel.errors import PlanError, RunError
 from mycel.ir import Axes, Mesh, Program
 from mycel.run.channels import Channel, Pair, pairs_of
 from mycel.run.collectives import Messages, TransferPiece, begin, box_of, buckets, finish
+from mycel.run.crossed_waits import Turn
 from mycel.run.groups import Gloo, Nccl, RankGroup, Works
 from mycel.run.host_space import available
 from mycel.run.rendezvous import LATER_S, Rendezvous, Seat, code_version, is_loopback, seat
@@ -62,6 +63,7 @@ class PendingTransfer:
     what: str
     at: str
     peers: tuple[int, ...]
+    turns: tuple[Turn, ...]
     pieces: Sequence[Piece] = ()
 
 
@@ -146,8 +148,9 @@ class Processes:
         axes = tuple(a for a in axes if self.mesh[a] > 1)
         if not axes:
             return Pending([torch.zeros_like(x) for x in xs] if name == "permute" and how["to"][0] else list(xs), [])
-        watch = self._watch()
-        place = watch.enter(f"{name} over {'.'.join(axes)}", at or self.at, self._members(axes))
+        watch, ranks, over = self._watch(), self._members(axes), ".".join(axes)
+        turn = watch.begin(f"over {over} of {ranks[0]}-{ranks[-1]}", ranks)
+        place = watch.enter(f"{name} over {over}", at or self.at, ranks, [turn], name)
         flights = []
         for bucket, args in buckets(name, xs, self.mesh.count(axes), how):
             group = self._group(axes, xs[bucket[0]].device.type, place)
@@ -164,6 +167,7 @@ class Processes:
         if pending.place is None:
             return pending.results
         watch = self._watch()
+        pending.place.hold()
         for bucket, works, messages in pending.flights:
             try:
                 for work in works:
@@ -189,7 +193,9 @@ class Processes:
     def _channel(self, pair: Pair) -> Channel:
         """From one rank to another; with its first message, which makes a communicator."""
         source, target = pair
-        place = self._watch().enter(f"the first message from rank {source} to rank {target}", self.at, pair)
+        turn = self._watch().begin(f"first from {source} to {target}", pair)
+        place = self._watch().enter(f"the first message from rank {source} to rank {target}", self.at, pair, [turn])
+        place.hold()
         try:
             key = f"{self.device.type}/from {source} to {target}"
             channel = Channel(self._joined(key, self.device.type, pair.index(self.world.rank), 2))
@@ -206,7 +212,8 @@ class Processes:
         link, peer = self._peers(axes, to, sends=True)
         tensors = [x.contiguous() for x in xs]
         works = [work for i, x in enumerate(tensors) for work in link.send(x, to, tag + i)]
-        return PendingTransfer(tensors, works, f"a message to rank {peer}", self.at, (peer,))
+        turn = self._begun(self.world.rank, peer, len(tensors))
+        return PendingTransfer(tensors, works, f"a message to rank {peer}", self.at, (peer,), (turn,))
 
     def start_receive(
         self, shapes: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype], axes: Axes, source: int, tag: int
@@ -218,7 +225,8 @@ class Processes:
             for shape, dtype in zip(shapes, dtypes, strict=True)
         ]
         works = [work for i, x in enumerate(tensors) for work in link.receive(x, source, tag + i)]
-        return PendingTransfer(tensors, works, f"a message from rank {peer}", self.at, (peer,))
+        turn = self._begun(peer, self.world.rank, len(tensors))
+        return PendingTransfer(tensors, works, f"a message from rank {peer}", self.at, (peer,), (turn,))
 
     def wait_sent(self, pending: PendingTransfer) -> None:
         """The tensors have been taken: their memory may change."""
@@ -231,7 +239,8 @@ class Processes:
 
     def _arrived(self, pending: PendingTransfer) -> None:
         watch = self._watch()
-        place = watch.enter(pending.what, pending.at, pending.peers)
+        place = watch.enter(pending.what, pending.at, pending.peers, pending.turns)
+        place.hold()
         try:
             for work in pending.works:
                 work.wait()
@@ -248,10 +257,15 @@ class Processes:
             return self.world.channels[pair], ranks[index]
         group = self.groups.get((axes, self.device.type))
         if group is None:
-            place = self._watch().enter(f"the first message over {'.'.join(axes)}", self.at, ranks)
+            turn = self._watch().begin(f"first over {'.'.join(axes)} of {ranks[0]}-{ranks[-1]}", ranks)
+            place = self._watch().enter(f"the first message over {'.'.join(axes)}", self.at, ranks, [turn])
             group = self._group(axes, self.device.type, place)
             self._watch().leave(place)
         return group, ranks[index]
+
+    def _begun(self, source: int, target: int, count: int) -> Turn:
+        """Messages from rank to rank, which one begins to send and the other to receive in the same order."""
+        return self._watch().begin(f"from {source} to {target}", (source, target), count)
 
     def _members(self, axes: Axes) -> list[int]:
         """The ranks along the axes, by their numbers in the world."""
@@ -266,7 +280,8 @@ class Processes:
         links = [self.world._peers(self.world.mesh.axes, piece[1], sends=True)[0] for piece in own]
         works = [w for link, piece, t in zip(links, own, tensors, strict=True) for w in link.send(t, piece[1], tag)]
         peers = tuple(piece[1] for piece in own)
-        return PendingTransfer(tensors, works, f"a message to {_ranks_text(peers)}", self.at, peers, own)
+        turns = tuple(self._begun(self.world.rank, peer, 1) for peer in peers)
+        return PendingTransfer(tensors, works, f"a message to {_ranks_text(peers)}", self.at, peers, turns, own)
 
     def start_receive_across(self, dtype: torch.dtype, tag: int, pieces: Sequence[Piece]) -> PendingTransfer:
         """Be ready for this rank's pieces of a tensor."""
@@ -275,7 +290,8 @@ class Processes:
         links = [self.world._peers(self.world.mesh.axes, piece[0], sends=False)[0] for piece in own]
         works = [w for link, piece, t in zip(links, own, tensors, strict=True) for w in link.receive(t, piece[0], tag)]
         peers = tuple(piece[0] for piece in own)
-        return PendingTransfer(tensors, works, f"a message from {_ranks_text(peers)}", self.at, peers, own)
+        turns = tuple(self._begun(peer, self.world.rank, 1) for peer in peers)
+        return PendingTransfer(tensors, works, f"a message from {_ranks_text(peers)}", self.at, peers, turns, own)
 
     def wait_received_across(self, pending: PendingTransfer, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """This rank's part, of this shape, put together."""
@@ -291,9 +307,17 @@ class Processes:
         """Refuse, on all ranks, a world whose ranks do not have the same facts: the text of the plan, of the
         configuration, the versions."""
         if self.meeting is not None:
-            place = self._watch().enter("an agreement", "before the first collective", range(self.world.mesh.world))
+            watch, ranks = self._watch(), range(self.world.mesh.world)
+            what = f"an agreement on {next(iter(facts))}{', …' if len(facts) > 1 else ''}"
+            place = watch.enter(what, "", ranks, [watch.begin("agreement", ranks)])
+            place.hold()
             self.meeting.agree(facts)
-            self._watch().leave(place)
+            watch.leave(place)
+
+    def tell(self, doing: Callable[[], str]) -> None:
+        """What others are told of this rank, where ranks wait for each other."""
+        if self.world.watch is not None:
+            self.world.watch.doing = doing
 
     def promise_memory(self, count: int) -> tuple[int, int]:
         """Bytes of its host that this rank is about to take -> what ranks there have taken with it, and what was free
@@ -340,10 +364,12 @@ class Processes:
     def _group(self, axes: Axes, device: str, place: PendingCollective) -> RankGroup:
         """The ranks along the axes: made when first needed, which is the same collective for all of them."""
         if (axes, device) not in self.groups:
+            place.hold()
             try:
                 self.groups[axes, device] = self._connected(axes, device, place.ranks)
             except (RuntimeError, RunError) as e:
                 raise self._watch().explain(place, e) from e
+            place.held_since = None
         return self.groups[axes, device]
 
     def _connected(self, axes: Axes, device: str, ranks: Sequence[int]) -> RankGroup:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from torch import distributed as dist
 
-from mycel.run.rendezvous import Rendezvous
+from mycel.run.rendezvous import LATER_S, Rendezvous
+from mycel.run.watch import Watch
 
 
 class Shares:
-    """Gives each rank the texts of all, round by round, through a connection of its own to the store."""
+    """Gives each rank the texts of all, round by round, through a connection of its own to the store.  `watch`: of the
+    thread that takes the steps, where that is the one that calls."""
 
-    def __init__(self, meeting: Rendezvous, name: str) -> None:
-        self.meeting, self.all = meeting, meeting.connect()
+    def __init__(self, meeting: Rendezvous, name: str, watch: Watch | None = None) -> None:
+        self.meeting, self.all, self.name, self.watch = meeting, meeting.connect(), name, watch
         self.store = dist.PrefixStore(f"{meeting.name}/share/{name}", self.all)
         self.round = 0
 
@@ -21,10 +23,23 @@ class Shares:
         if self.round > 2:  # who is in this round has read all of that
             self.store.delete_key(f"{self.round - 2}/{self.meeting.rank}")
         keys = [f"{self.round}/{rank}" for rank in range(self.meeting.world)]
+        self._wait(keys)
+        return [value.decode() for value in self.store.multi_get(keys)]
+
+    def _wait(self, keys: list[str]) -> None:
+        """Until all have come; a watch has the first word when they do not."""
+        what, watch = f"a word of each rank ({self.name})", self.watch
+        within_s = None
+        if watch is not None:
+            ranks, within_s = range(self.meeting.world), self.meeting.timeout_s + LATER_S
+            place = watch.enter(what, "", ranks, [watch.begin(f"share {self.name}", ranks)])
+            place.hold()
         self.meeting.until(
             lambda: self.store.check(keys),
-            "a word of each rank",
+            what,
             lambda: [rank for rank, key in enumerate(keys) if not self.store.check([key])],
-            world=self.all,
+            within_s,
+            self.all,
         )
-        return [value.decode() for value in self.store.multi_get(keys)]
+        if watch is not None:
+            watch.leave(place)

@@ -3,6 +3,8 @@
     a rank dies         whoever started it writes why to the store (`stop`); all others find it there within a second
     a rank is stopped   the others, who wait for it in a collective, say so at the timeout, and write it to the store
     the store is gone   whoever held it has died
+    ranks wait for      they are at different places of their programs: each says so within seconds
+    each other          (`crossed_waits.py`)
 
 Then this rank has to end: its next call of a collective raises the reason, and if it makes none within `GRACE_S`, the
 thread prints the reason and ends the process, with the exit code `LOST`.
@@ -28,24 +30,36 @@ from typing import Any
 from torch import distributed as dist
 
 from mycel.errors import RunError
+from mycel.run.crossed_waits import Beat, Turn, crossed, debts, described
 from mycel.run.rendezvous import STOP, Rendezvous, named, tell
 
 LOST = 71  # exit code of a rank that ends because of another
 GRACE_S = 1.5
 EVERY_S = 0.4
 TOLD_WITHIN_S = 3.0  # of a death, by whoever started the rank, if that knows of the store
+HELD_S = 1.0  # a wait that is longer makes a rank look where others are
+LOOKED_AT = 3e-5  # seconds between two looks for each pair of ranks: one store tells all of them of all
 
 
 @dataclass
 class PendingCollective:
-    """A collective that this rank is in: the n-th of its run, and the user's line it was written for."""
+    """A collective that this rank is in: the n-th of its run, and the user's line it was written for.  `turns`: what
+    of others it waits for; `collective`: its name, where all are in the same one; `held_since`: when this rank began
+    to do nothing else."""
 
     number: int
     what: str
     at: str
     ranks: tuple[int, ...]
+    turns: tuple[Turn, ...] = ()
+    collective: str = ""
+    held_since: float | None = None
     since: float = field(default_factory=time.monotonic)
     done: Callable[[], bool] | None = None  # where leaving the call does not mean that the messages have come
+
+    def hold(self) -> None:
+        """This rank waits for it now."""
+        self.held_since = time.monotonic()
 
 
 class Watch:
@@ -61,18 +75,31 @@ class Watch:
         self.entered = 0
         self.beats = 0
         self.last = ("", "")  # the collective last entered, and where
+        self.begun: dict[str, int] = {}  # of each kind of messages, how many
+        self.doing: Callable[[], str] = str  # what this rank does, in words
+        self.others: dict[int, Beat] = {}  # where all were at the last look, if this rank is held
+        self.crossed: dict[int, tuple[Beat, list[int]]] = {}  # who waited for each other then
+        self.looks_at = 0.0
         self.me = {"pid": os.getpid(), "host": _host()}
         self._beat("works")
         self.thread = threading.Thread(target=self._run, name="watch", daemon=True)
         self.thread.start()
 
-    def enter(self, what: str, at: str, ranks: Iterable[int]) -> PendingCollective:
+    def begin(self, kind: str, ranks: Iterable[int], count: int = 1) -> Turn:
+        """So many more messages of a kind between these ranks, which all of them begin in the same order."""
+        self.begun[kind] = self.begun.get(kind, 0) + count
+        return Turn(kind, self.begun[kind], tuple(ranks))
+
+    def enter(
+        self, what: str, at: str, ranks: Iterable[int], turns: Iterable[Turn], collective: str = ""
+    ) -> PendingCollective:
         """This rank is in a collective now; refused when the world has to end."""
         if self.reason:
             raise RunError(self.reason)
         self.entered += 1
         self.last = (what, at)
-        place = self.places[self.entered] = PendingCollective(self.entered, what, at, tuple(ranks))
+        place = PendingCollective(self.entered, what, at, tuple(ranks), tuple(turns), collective)
+        self.places[self.entered] = place
         return place
 
     def leave(self, place: PendingCollective, done: Callable[[], bool] | None = None) -> None:
@@ -107,6 +134,8 @@ class Watch:
                     self._end(
                         tell(self.all, self._accuse(late, f"no answer in {late.what} for {self.meeting.timeout_s:g} s"))
                     )
+                elif reason := self._crossed():
+                    self._end(tell(self.all, reason))
             self._beat("ended")
         except RuntimeError as e:
             if not self.closing.is_set():
@@ -114,7 +143,7 @@ class Watch:
 
     def _beat(self, state: str) -> None:
         self.beats += 1
-        waits = bool(self.places)
+        waits, held = bool(self.places), self._held()
         beat = {
             **self.me,
             "beats": self.beats,
@@ -123,6 +152,12 @@ class Watch:
             "what": self.last[0],
             "at": self.last[1],
             "waits": waits,
+            "held": [
+                {"number": p.number, "what": p.what, "at": p.at, "collective": p.collective, "turns": p.turns}
+                for p in held
+            ],
+            "owes": debts(self.others, self.meeting.rank, self.begun) if held else {},
+            "doing": self.doing(),
         }
         self.store.set(f"beat/{self.meeting.rank}", json.dumps(beat))
 
@@ -133,6 +168,36 @@ class Watch:
                 self.leave(place)
         oldest = next(iter(list(self.places.values())), None)
         return oldest if oldest and time.monotonic() - oldest.since > self.meeting.timeout_s else None
+
+    def _held(self) -> list[PendingCollective]:
+        """What this rank waits for: on a GPU, which comes to one after the other, the first and the last."""
+        held = [place for place in list(self.places.values()) if place.held_since is not None]
+        return held[:1] + held[1:][-1:]
+
+    def _crossed(self) -> str:
+        """Why all has to end, if ranks wait for each other in different places: nothing has moved between two looks."""
+        now, held = time.monotonic(), self._held()
+        if not held or now - (held[0].held_since or now) < HELD_S or self.meeting.world == 1:
+            self.others, self.crossed = {}, {}
+            return ""
+        keys = [f"beat/{rank}" for rank in range(self.meeting.world)]
+        if now < self.looks_at or not self.store.check(keys):
+            return ""
+        self.looks_at = now + LOOKED_AT * self.meeting.world**2
+        self.others = dict(enumerate(map(json.loads, self.store.multi_get(keys))))
+        ranks = crossed(self.others)
+        numbers = {rank: [place["number"] for place in self.others[rank]["held"]] for rank in ranks}
+        before, self.crossed = self.crossed, {rank: (self.others[rank], numbers[rank]) for rank in ranks}
+        is_same = {rank: held for rank, (_, held) in before.items()} == numbers
+        if not ranks or not is_same:
+            return ""
+        if any(before[rank][0]["beats"] == self.others[rank]["beats"] for rank in ranks):
+            self.crossed = before
+            return ""
+        return (
+            f"{named(ranks)} wait for each other in different places\n{described(self.others, ranks)}\n"
+            "  try       all ranks call the same, in the same order; what their code reads changes on all of them"
+        )
 
     def _end(self, reason: str) -> None:
         """Let the rank say it; if it does not, say it and end the process."""

@@ -85,7 +85,8 @@ class StepCompiler:
         self._counters = Counters()
         self.loads = ExpertLoads(self._counters)
         self.host = HostParameters()
-        self._captured_program: Program | None = None
+        self._captured: Captured | None = None  # the last time
+        self._why_again = ""  # while it is captured again: the reason
         self._graphs: GraphPool | None = None  # the memory of recorded steps
 
     def _spread(self, written: plan.Plan | None) -> None:
@@ -165,7 +166,7 @@ class StepCompiler:
         timed = TimedCode(run, islands) if islands else None
         call, local = self._calls().bound(unsharded, program, timed or run, feed)
         signature, facts = self._signature(), unsharded.captured.facts
-        self._captured_program = unsharded.captured.program
+        self._captured = unsharded.captured
         return CompiledStep(
             done, source, decided, call, local, feed, signature, facts, replayed, islands, timed, code, unsharded.fp8
         )
@@ -377,6 +378,7 @@ class StepCompiler:
         parts = self.parts
         if parts is None:
             return run, feed_of(unsharded.captured, unsharded.program)
+        parts.ranks.tell(self._doing)
         if self._was_searched:
             parts.ranks.agree({"the plan that was found": str(self.written)})
         if decided.compress:
@@ -399,6 +401,10 @@ class StepCompiler:
             )
         parts.ranks.agree({"how replicas become one model": str(outer.policy)})
         outer.prepare(unsharded, parts.given(unsharded)[0])
+
+    def _doing(self) -> str:
+        """Where this rank is, for others."""
+        return f"step {self.steps + 1}{self._why_again and f', captured again: {self._why_again}'}"
 
     def _calls(self) -> StepCalls:
         return StepCalls(

@@ -13,7 +13,7 @@ import torch
 from mycel import plan, torch_update
 from mycel.accumulation import Accumulation, CallWeights
 from mycel.buckets import CompiledSizes
-from mycel.capture import MISS, TRACING, Captured, make_room
+from mycel.capture import MISS, TRACING, Captured, changed, make_room
 from mycel.capture import capture as capture_call
 from mycel.changing_values import CompiledValues
 from mycel.errors import PlanError, TrainError
@@ -171,11 +171,20 @@ class Step(StepCompiler):
             )
         if self.settings.buckets is not None:
             args, kwargs = self.settings.buckets(args, kwargs)
+        self._why_again = self._why(args, kwargs)
         entry = self.compile(args, kwargs)
+        self._why_again = ""
         self.watch.is_on = not self.settings.expert_load and self._has_experts()
         make_room(self.entries, lambda e: e.facts, entry.facts)
         self.entries.insert(0, entry)
         return self
+
+    def _why(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        """Why it is captured again, if it is."""
+        if self._captured is None:
+            return ""
+        settings = "" if self.entries and self.usable(self.entries[0]) else "settings of the optimiser, or its plan"
+        return changed(self._captured, args, kwargs) or settings or "there is no program for such a call"
 
     def _padded(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """The batch in its bucket, once it is shown that padding changes nothing."""
@@ -232,8 +241,8 @@ class Step(StepCompiler):
         return self.forward(self.model if self._loss is None else self.fn, changed)
 
     def _has_experts(self) -> bool:
-        program = self._captured_program
-        return program is not None and any(eqn.op.for_ranks for _, eqn in walk(program))
+        captured = self._captured
+        return captured is not None and any(eqn.op.for_ranks for _, eqn in walk(captured.program))
 
     def broken_router(self) -> str:
         """Whose router gave weights that are no numbers in the last step (`expert_load=True`); empty: none."""
@@ -262,9 +271,9 @@ class Step(StepCompiler):
     def _split_experts(self, load: Mapping[str, torch.Tensor] | None) -> list[tuple[SharedExperts, list[int]]]:
         """Layers whose experts several ranks share, with their loads, and how many experts each rank has."""
         loads = self.expert_load() if load is None else dict(load)
-        if self.parts is None or not self.parts.is_split or not loads or self._captured_program is None:
+        if self.parts is None or not self.parts.is_split or not loads or self._captured is None:
             return []
-        groups = self.loads.shared(loads, self.parts, self._captured_program)
+        groups = self.loads.shared(loads, self.parts, self._captured.program)
         return [(group, sizes) for group, sizes in groups if len(sizes) > 1]
 
     def _refuse_rebalancing(self) -> None:

@@ -523,7 +523,9 @@ class StepState:
             return ALONE
         if self._ranks is None:
             ranks = self.split.ranks.world
-            share = Shares(ranks.meeting, "step") if ranks.meeting is not None else lambda text: [text]
+            share = (
+                Shares(ranks.meeting, "checkpoint", ranks.watch) if ranks.meeting is not None else lambda text: [text]
+            )
             self._ranks = MeshProcess(ranks.mesh, ranks.rank, share)
         return self._ranks
 

@@ -125,7 +125,7 @@ def team(config: Config) -> Team:
         )
         assert processes.meeting is not None
         savers = MeshProcess(mesh, processes.rank, Shares(processes.meeting, "saves"))
-        return Team(mesh, plan, processes, Shares(processes.meeting, "loop"), savers, name)
+        return Team(mesh, plan, processes, Shares(processes.meeting, "loop", processes.watch), savers, name)
     except BaseException as error:
         processes.close(error)
         raise
