@@ -36,6 +36,13 @@ def test_of_several_kinds_the_slowest_counts():
     assert cluster.hardware.levels[-1].bytes_s == 22e9
 
 
+@pytest.mark.parametrize("name", ["rtx4090", "RTX-4090", "rtx_4090", "4090"])
+def test_names_as_people_write_them(name):
+    """An x before digits may belong to a name."""
+    assert Cluster.read(f"{name}x2").hardware.half == KINDS["RTX-4090"].hardware.half
+    assert [Cluster.read(f"{name}{counts}").world for counts in ("", "x2", "x4x8")] == [1, 2, 32]
+
+
 def test_wires_of_axes():
     """Inside a host; between hosts by one wire of each rank; by all of a host's together."""
     hardware = Cluster.read("h100x64").hardware
@@ -52,6 +59,8 @@ def test_wires_of_axes():
     ("given", "says"),
     [
         ("h10x8", "there is no device 'h10'.*try       H100"),
+        ("rtx5090x2", "there is no device 'rtx5090'.*try       RTX-4090"),
+        ("", "there is no device ''"),
         ("h100x12", "12 devices are not a whole number of hosts of 8.*try       h100x16"),
         ("h100x0", "devices is 0.*at least 1"),
         ({"devices": 8}, "no device is given"),

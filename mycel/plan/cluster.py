@@ -132,22 +132,20 @@ class Cluster:
         text = str(source)
         if text.endswith((".yaml", ".yml")) or Path(text).is_file():
             return _cluster(read_mapping(Path(text), "cluster", "device: H100, devices: 8, hosts: 2"), text)
-        preset = re.fullmatch(r"(.+?)(?:x(\d+))?(?:x(\d+))?", text)
-        assert preset is not None
-        hosts_given = preset[3] is not None
-        kind = _named(preset[1], "the cluster")
-        if hosts_given:  # h100x8x4: hosts x devices
-            return _cluster({"device": preset[1], "hosts": int(preset[2]), "devices": int(preset[3])}, text)
-        world = _count(int(preset[2] or 1), f"{text}: devices")
+        name, counts = _preset(text)
+        kind = _named(name, "the cluster")
+        if len(counts) == 2:  # h100x8x4: hosts x devices
+            return _cluster({"device": name, "hosts": counts[0], "devices": counts[1]}, text)
+        world = _count(counts[0] if counts else 1, f"{text}: devices")
         devices = min(kind.devices, world)
         if world % devices:
             inside = max(n for n in range(1, kind.devices) if world % n == 0)
             raise PlanError(
                 f"{text}: {world} devices are not a whole number of hosts of {kind.devices}\n"
-                f"  try       {preset[1]}x{-(-world // kind.devices) * kind.devices}, or {preset[1]}x{world // inside}x"
+                f"  try       {name}x{-(-world // kind.devices) * kind.devices}, or {name}x{world // inside}x"
                 f"{inside}: {world // inside} hosts of {inside}"
             )
-        return _cluster({"name": text, "device": preset[1], "devices": devices, "hosts": world // devices}, text)
+        return _cluster({"name": text, "device": name, "devices": devices, "hosts": world // devices}, text)
 
 
 def _cluster(data: dict[str, Any], where: str) -> Cluster:
@@ -227,15 +225,31 @@ def _device(given: Any, where: str) -> tuple[Kind | None, Hardware]:
     return None, Hardware(str(given.get("name", "device")), half, single, bytes_s, memory=memory, **{**SEEN, **figures})
 
 
+def _preset(text: str) -> tuple[str, list[int]]:
+    """A device's name, and up to two counts behind it; a name may itself hold an x before digits."""
+    for counts in (0, 1, 2):
+        found = re.fullmatch("(.+)" + r"x(\d+)" * counts, text)
+        if found and _plain(found[1]) in KNOWN_NAMES:
+            return found[1], [int(n) for n in found.groups()[1:]]
+    return re.sub(r"(x\d{1,3}){0,2}$", "", text), []
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[\W_]", "", name.lower())
+
+
+KNOWN_NAMES = {_plain(k): v for k, v in ({k: k for k in KINDS} | ALIASES).items()}
+
+
 def _named(name: str, where: str) -> Kind:
-    known = {**{k.lower(): k for k in KINDS}, **{k.lower(): v for k, v in ALIASES.items()}}
-    if name.lower() not in known:
-        close = get_close_matches(name.lower(), known, 1)
+    known = KNOWN_NAMES
+    if _plain(name) not in known:
+        close = get_close_matches(_plain(name), known, 1)
         raise PlanError(
             f"{where}: there is no device {name!r}\n  known     {', '.join(KINDS)}\n"
             f"  try       {known[close[0]] if close else 'one of these, or its figures in a file'}"
         )
-    return KINDS[known[name.lower()]]
+    return KINDS[known[_plain(name)]]
 
 
 def _levels(given: Any, kind: Kind | None, devices: int, hosts: int, where: str) -> tuple[Link, ...]:
