@@ -18,7 +18,7 @@ import transformers as hf
 from golden import golden
 from PIL import Image
 from torch.nn import functional as F
-from training import TEXT, config
+from training import GPT2, TEXT, config
 from typer.testing import CliRunner
 
 from mycel import Program
@@ -268,6 +268,23 @@ def test_scores_are_those_of_a_plain_loop(run, folder, tmp_path):
     assert scores["accuracy"] == pytest.approx((logits.argmax(-1) == ids[:, 1:]).double().mean().item())
     of_run = json.loads(mycel("evaluate", run, "--data", tmp_path / "held.txt", "--json").stdout)
     assert of_run == pytest.approx(scores, rel=1e-6), "of the run's best checkpoint, in sequences of its length"
+
+
+def test_what_is_longer_than_the_model_is_said(folder, tmp_path):
+    """Positions that are computed go on; of those that are learnt there are no more."""
+    hf.GPT2LMHeadModel(hf.AutoConfig.for_model(**GPT2)).save_pretrained(tmp_path / "gpt2")
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / file, tmp_path / "gpt2")
+    (tmp_path / "text.txt").write_text(TEXT[:400])
+    (tmp_path / "q.jsonl").write_text(json.dumps({"prompt": "a" * 80, "choices": ["b", "c"], "answer": 0}))
+    on_text = ("--data", tmp_path / "text.txt", "--length", 80)
+    beyond = "--length is 80, but the model knows 64 positions"
+    told = mycel("evaluate", folder, *on_text)
+    assert told.exit_code == 0 and f"note: {beyond}: it was made for shorter sequences\n" in told.stderr
+    told = mycel("evaluate", tmp_path / "gpt2", *on_text)
+    assert told.exit_code == 1 and f"error: {beyond}\n  at        --length\n  try       --length 64\n" in told.stderr
+    told = mycel("evaluate", tmp_path / "gpt2", "--data", tmp_path / "q.jsonl")
+    assert "error: a prompt and its choice have 81 tokens, the model 64 places\n  at        prompt\n" in told.stderr
 
 
 def test_multiple_choice_by_likelihood(folder, tmp_path):

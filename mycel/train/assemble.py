@@ -136,8 +136,8 @@ def assemble(config: settings.Config, waiting: Waiting, team: Team | None = None
     if data is None:
         data = task_data(config, tokenizer, model.module, model.config)
     task_notes, vocab = [], _check_tokens(config, data, tokenizer, model.module, notes)
-    if vocab:
-        _check_length(config, model.module, notes)
+    if vocab and (note := models.too_long(config.data.length, model.module, "data.length")):
+        notes.append(note)
     if not labelled:
         task_notes = [*_odd(config, tokenizer, model.module), *_other_task(config, data)]
     notes += task_notes
@@ -324,20 +324,6 @@ def _check_tokens(
     if beyond > 0:  # some models are published so: the ids beyond are of tokens that text does not have
         notes.append(f"the model's own tokenizer has {beyond} ids more than the model; none of them is in the data")
     return vocab
-
-
-def _check_length(config: settings.Config, module: Any, notes: list[str]) -> None:
-    """Sequences longer than the model has places for."""
-    most = getattr(module.config.get_text_config(), "max_position_embeddings", None)
-    if most is None or config.data.length <= most:
-        return
-    learned = any(
-        isinstance(part, nn.Embedding) and part.num_embeddings in (most, most + 2) for part in module.modules()
-    )
-    what = f"data.length is {config.data.length}, but the model knows {most} positions"
-    if learned:
-        raise TrainError(f"{what}\n  at        data.length\n  try       data.length={most}")
-    notes.append(f"{what}: it was made for shorter sequences")
 
 
 def _odd(config: settings.Config, tokenizer: Tokenizer | None, module: Any) -> list[str]:

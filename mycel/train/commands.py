@@ -24,6 +24,7 @@ from mycel.train.config import DataConfig
 from mycel.train.documents import FIELDS
 from mycel.train.export import export
 from mycel.train.labelled import examples, refuse_images
+from mycel.train.models import too_long
 from mycel.train.onnx_file import write_onnx
 from mycel.train.run_folders import is_run, no_run
 from mycel.train.tasks import class_names, image_settings
@@ -52,21 +53,23 @@ def evaluate(
     own = given.config.data if given.config is not None else DataConfig()
     own = own.model_copy(update={"fields": own.fields.model_copy(update=dict(fields))})
     result = (
-        _classifier_score(given, own, where, data, length)
+        _classifier_score(given, own, where, data, length, say)
         if type(given.module).__name__.endswith("Classification")
-        else _language_score(given, own, data, length, chosen)
+        else _language_score(given, own, data, length, chosen, say)
     )
     return score.as_json(result) if as_json else str(result)
 
 
 def _language_score(
-    given: TrainedModel, own: DataConfig, data: Sequence[str], length: int | None, device: Any
+    given: TrainedModel, own: DataConfig, data: Sequence[str], length: int | None, device: Any, say: Say
 ) -> score.Score:
     """Of a language model: by text, choices, or pairs, as the data has them."""
     refuse_images(data, type(given.module).__name__, "text, or a model of images")
     room = getattr(_text_config(given), "max_position_embeddings", None)
     width = length or (own.length if given.config is not None else min(room or 1024, 1024))
     form = score.form_of(data)
+    if form != "choices":
+        _tell_length(width, given, say)
     if form == "choices":
         return score.choice_score(given.module, data, given.needs_tokenizer())
     if form == "pairs":
@@ -81,7 +84,7 @@ def _language_score(
 
 
 def _classifier_score(
-    given: TrainedModel, own: DataConfig, where: Path, data: Sequence[str], length: int | None
+    given: TrainedModel, own: DataConfig, where: Path, data: Sequence[str], length: int | None, say: Say
 ) -> score.Score:
     """Of a model that tells classes, or how much it likes a text."""
     module: Any = given.module
@@ -92,6 +95,7 @@ def _classifier_score(
             module, _examples(given, own, "classify", data, width, image, class_names(module.config))
         )
     refuse_images(data, type(module).__name__, "texts with their labels, or a model of images")
+    _tell_length(width, given, say)
     if module.config.num_labels == 1:
         return score.reward_score(module, _examples(given, own, "reward", data, width))
     return score.example_score(module, _examples(given, own, "classify", data, width, None, class_names(module.config)))
@@ -114,6 +118,11 @@ def _examples(
         given.tokenizer if image is not None else given.needs_tokenizer(), length,
         getattr(module.config, "pad_token_id", None) or 0, image, classes,
     )  # fmt: skip
+
+
+def _tell_length(width: int, given: TrainedModel, say: Say) -> None:
+    if note := too_long(width, given.module, "--length"):
+        say(f"note: {note}")
 
 
 def _text_config(given: TrainedModel) -> Any:

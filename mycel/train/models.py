@@ -168,6 +168,25 @@ def not_finite(module: nn.Module) -> str:
     return ""
 
 
+def learned_places(module: Any) -> int | None:
+    """How many positions the model has parameters for; None: it computes them."""
+    most = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+    learned = any(isinstance(x, nn.Embedding) and x.num_embeddings in (most, (most or 0) + 2) for x in module.modules())
+    return most if learned else None
+
+
+def too_long(length: int, module: Any, setting: str) -> str | None:
+    """What to say of sequences longer than the model was made for; an error where it has no places for them."""
+    most = getattr(module.config.get_text_config(), "max_position_embeddings", None)
+    if most is None or length <= most:
+        return None
+    what = f"{setting} is {length}, but the model knows {most} positions"
+    if learned_places(module):
+        joint = " " if setting.startswith("-") else "="
+        raise refusal(what, setting, f"{setting}{joint}{most}")
+    return f"{what}: it was made for shorter sequences"
+
+
 def folder_hint(path: Path) -> str:
     """What to give instead of a folder that holds no model: of a run, what it exported."""
     return str(path / "model") if (path / "config.yaml").is_file() else "a folder in Hugging Face form"
@@ -175,10 +194,14 @@ def folder_hint(path: Path) -> str:
 
 def no_folder(path: Path) -> TrainError:
     """For a model's folder that is not there; a name may be that of a model on the Hub."""
-    hint = near(path)
-    if len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists():
-        hint = f"the folder of `hf download {path} --local-dir FOLDER`: nothing is downloaded here"
-    return refusal(f"no such model folder: {path}", "model.path", hint)
+    return refusal(f"no such model folder: {path}", "model.path", of_the_hub(path) or near(path))
+
+
+def of_the_hub(path: Path) -> str:
+    """What to do where a name that is no folder looks like that of a model on the Hub; else nothing."""
+    if len(path.parts) != 2 or path.is_absolute() or path.parent.exists():
+        return ""
+    return f"the folder of `hf download {path} --local-dir FOLDER`: nothing is downloaded here"
 
 
 def no_model(adapters: Path) -> TrainError:

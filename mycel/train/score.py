@@ -32,6 +32,7 @@ from mycel.sizes import counted
 from mycel.train import labelled
 from mycel.train.data import opened
 from mycel.train.documents import records
+from mycel.train.models import learned_places
 from mycel.train.sample import causal
 from mycel.train.sources import RECORDS, find
 from mycel.train.split import NO_LOSS, cut
@@ -235,7 +236,10 @@ def log_likelihoods(module: nn.Module, tokenizer: Tokenizer, prompt: str, choice
     whole = [[*begin, *map(int, tokenizer.encode(prompt + choice))] for choice in choices]
     if not before:
         raise refusal("the prompt has no tokens", "prompt", "at least one character, or a tokenizer with a bos")
-    width = max(len(ids) for ids in whole)
+    width, places = max(len(ids) for ids in whole), learned_places(module)
+    if places is not None and width > places:
+        what = f"a prompt and its choice have {width} tokens, the model {places} places"
+        raise refusal(what, "prompt", "a shorter prompt")
     labels = np.full((len(whole), width), NO_LOSS, np.int64)
     ids = np.zeros((len(whole), width), np.int64)
     for row, tokens in enumerate(whole):

@@ -66,7 +66,7 @@ def trained(where: Path, last: bool = False, device: str | torch.device = "cpu")
 
 def _of_folder(where: Path, device: str | torch.device) -> TrainedModel:
     if not where.is_dir():
-        hint = f"{near_runs(where) or 'a folder of `mycel train`'}, or a model's own"
+        hint = models.of_the_hub(where) or f"{near_runs(where) or 'a folder of `mycel train`'}, or a model's own"
         raise TrainError(f"no such run or model folder: {where}\n  try       {hint}")
     if not (where / "config.json").is_file() and (around := run_around(where)):
         raise TrainError(f"{where} is part of a run, not a run\n  try       {around}")
