@@ -152,6 +152,45 @@ def test_experts_that_drop_draw_for_each_choice(how, recwarn):
     assert fits.any(0).all() and fits.any(2).any(1).all()  # all ways to drop are there, and no others
 
 
+class Given(StackedLoop):
+    """Experts that come with the batch: as they are, some of them nowhere, or by a hash of tokens."""
+
+    def __init__(self, how):
+        super().__init__(transposed=True)
+        self.how = how
+
+    def forward(self, x, ids):
+        y, first = torch.zeros_like(x), ids[:, 0] if self.how == "overwritten" else ids[:, 0] * 7919 % 3
+        for i in first.unique() if self.how == "hashed" else range(3):
+            token = torch.where(ids == i)[0] if self.how == "added" else (first == i).nonzero().squeeze(1)
+            if self.how == "added":
+                y.index_add_(0, token, self.expert(x[token], i))
+            else:
+                y[token] = self.expert(x[token], i)
+        return (x + y).square().mean()
+
+
+@pytest.mark.parametrize("how", ["added", "overwritten", "hashed"])
+def test_a_loop_over_experts_that_the_batch_says_is_one_operator(how):
+    """And one program, whatever it says."""
+    model, fast = Given(how), mycel.jit(Given(how))
+    batches = [(torch.randn(6, 4, dtype=torch.float64), torch.randint(-2, 7, (6, 2))) for _ in range(3)]
+    batches.append((batches[0][0], torch.full((6, 2), 4)))
+    for x, ids in batches:
+        wanted = model(x, ids)
+        wanted.backward()
+        torch.testing.assert_close(fast(x, ids), wanted)
+        grads = mycel.value_and_grad(model.forward, wrt=model)(x, ids)[1]
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(grads[name], torch.zeros_like(p) if p.grad is None else p.grad)
+        model.zero_grad()
+    assert len(fast.entries) == 1
+    x, ids = batches[0]
+    assert "experts" in operators(mycel.capture(model, x, ids))
+    distributed = step_equals(OneDevice.of(model, {"x": x, "ids": ids}), Plan(Mesh(ep=2), SPLIT, ["ep"]))
+    assert "experts" in operators(distributed.local)
+
+
 class Copied(StackedLoop):
     """An expert's weights for each token and choice."""
 

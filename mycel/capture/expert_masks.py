@@ -10,7 +10,9 @@ A mask is computed for some ids; which choices these are that it holds for, all 
     (ids == e).any(-1)       whichever choice; weights are column e of all weights, or those of the choices, whatever
                              they are picked by: computed for some ids and weights
 
-Where arms overwrite rows (`y[mask] = …`) a row must have one choice, so that one arm writes it.
+Ids are positions of the largest of some scores, so that a token has no expert twice; a token's one id may come from
+anywhere (the batch, a hash), also beyond the experts.  Where arms overwrite rows (`y[mask] = …`) a row must have one
+choice, so that one arm writes it.
 """
 
 from __future__ import annotations
@@ -48,20 +50,21 @@ def chosen_among(loops: Loops, ids: Any) -> int | None:
 
 @dataclass(frozen=True)
 class Choices:
-    """Ids of a topk, sort or argmax, `k` for each token, and values of them for which masks are computed: every expert
-    for a token, and by expert those that tell which of its choices a mask holds for."""
+    """Ids, `k` for each token, and values of them for which masks are computed: every expert for a token, and by expert
+    those that tell which of its choices a mask holds for.  `are_there`: none of them is beyond the experts."""
 
     ids: Var
     experts: int
     k: int
+    are_there: bool
     every: tuple[dict[Var, Any], ...]
     of: dict[int, list[dict[Var, Any]]]
 
     @staticmethod
-    def probed(ids: Var, experts: int, k: int) -> Choices:
+    def probed(ids: Var, experts: int, k: int, are_there: bool = True) -> Choices:
         firsts = every_expert(ids.type.numel // k, experts)
         every = tuple({ids: first[:, None].expand(-1, k).reshape(ids.shape)} for first in firsts)
-        return Choices(ids, experts, k, every, {})
+        return Choices(ids, experts, k, are_there, every, {})
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -90,6 +93,8 @@ class Choices:
         for _ in range(FEW + ROWS // rows):
             ids = torch.randint(self.experts, self.shape, generator=g)
             yield ids.where(torch.rand(self.shape, generator=g) < 0.5, e)
+        if not self.are_there:
+            yield beyond(self.shape, e, self.experts)
 
 
 class MaskedLayer:
@@ -100,7 +105,7 @@ class MaskedLayer:
         """The layer that a chain of arms is, in the place of the last one; None where it is none."""
         if not all(arm.of_all_tokens for arm in chain):
             return None
-        for choices in self._choices(chain[0].keep):
+        for choices in self._choices(chain[0].keep, len(chain)):
             kinds = [self._kind(arm, choices) for arm in chain]
             arms = {(kind[0], kind[1]): arm for kind, arm in zip(kinds, chain, strict=True) if kind is not None}
             columns = list(dict.fromkeys(which for which, _ in arms))
@@ -112,7 +117,9 @@ class MaskedLayer:
             mlps = [[arms[which, e].mlp for e in range(choices.experts)] for which in columns]
             if any(row != mlps[0] for row in mlps):
                 continue
-            all_count = all(kind[2] or arm.keep == arm.weight for kind, arm in zip(kinds, chain, strict=True) if kind)
+            all_count = choices.are_there and all(
+                kind[2] or arm.keep == arm.weight for kind, arm in zip(kinds, chain, strict=True) if kind
+            )
             y = self._write(chain, arms, columns, choices, all_count)
             if y is not None:
                 return y
@@ -120,13 +127,15 @@ class MaskedLayer:
 
     # -- what masks hold for
 
-    def _choices(self, mask: Var) -> Iterator[Choices]:
-        """The choices that a mask is made of."""
+    def _choices(self, mask: Var, arms: int) -> Iterator[Choices]:
+        """The choices that a mask is made of, of one of so many arms."""
         for x in self.loops.made_of(mask):
             experts = chosen_among(self.loops, x) if x.dtype == torch.int64 else None
             k = x.type.numel // mask.type.numel
             if experts is not None and k * mask.type.numel == x.type.numel:
                 yield Choices.probed(x, experts, k)
+            elif experts is None and x.dtype == torch.int64 and x.type.numel == mask.type.numel:
+                yield Choices.probed(x, arms, 1, are_there(self.loops, x, arms))
 
     def _kind(self, arm: Arm, choices: Choices) -> tuple[Any, int, bool] | None:
         """Which choices of which expert an arm's mask holds for, and whether for all of them."""
@@ -249,6 +258,19 @@ def every_expert(tokens: int, experts: int) -> Iterator[torch.Tensor]:
     """Choices of so many tokens, one each, until every expert was chosen."""
     for i in range(0, experts, tokens):
         yield torch.arange(i, i + tokens) % experts
+
+
+def are_there(loops: Loops, ids: Var, experts: int) -> bool:
+    """Is none of these beyond the experts?"""
+    known = loops.bounds(ids)
+    return known is not None and 0 <= known[0] <= known[1] < experts
+
+
+def beyond(shape: Sequence[int], e: int, experts: int) -> torch.Tensor:
+    """Choices of expert e, and of none that there is: a mask that is made of a remainder holds for more than e."""
+    g = torch.Generator().manual_seed(e)
+    far = torch.tensor([e, e + experts, e - experts, -1, experts, e * experts])
+    return far[torch.randint(len(far), tuple(shape), generator=g)]
 
 
 def any_of(masks: Sequence[Var]) -> Any:

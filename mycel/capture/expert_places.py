@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mycel.capture.expert_arms import Arm, all_rows
-from mycel.capture.expert_masks import any_of, chosen_among, every_expert, shaped
+from mycel.capture.expert_masks import any_of, are_there, beyond, chosen_among, every_expert, shaped
 from mycel.ir import Var
 from mycel.ops import o
 
@@ -102,14 +102,10 @@ class PlacedLayer:
             return None
         of = dict(sorted(of.items()))
         masks = [self._mask_of(arm, e, routed, experts) for e, arm in of.items()]
-        all_count = "some" not in masks and len(of) == experts and self._are_there(routed.ids, experts)
+        all_count = "some" not in masks and len(of) == experts and are_there(self.loops, routed.ids, experts)
         if "" in masks or (chain[0].is_put and routed.shape[1] > 1 and known is None):
             return None
         return (of, all_count) if chain[0].adds or routed.shape[1] == 1 else None  # each row is written once
-
-    def _are_there(self, ids: Var, experts: int) -> bool:
-        known = self.loops.bounds(ids)
-        return known is not None and 0 <= known[0] <= known[1] < experts
 
     def _expert(self, arm: Arm, routed: Routed, experts: int) -> int | None:
         """The expert for whose choices an arm's mask may hold."""
@@ -125,6 +121,7 @@ class PlacedLayer:
         """Does an arm's mask say which choices are e ("all"), or which of these count ("some")?  Empty: neither."""
         which = "all"
         ids = [*extreme_choices(tuple(routed.ids.shape), e, experts)]
+        ids += [] if are_there(self.loops, routed.ids, experts) else [beyond(routed.ids.shape, e, experts)]
         for values in [*({routed.ids: x} for x in ids), *self._random_choices(routed.ids, experts)]:
             held, hit = self.loops.held(arm, values), routed.rows(values[routed.ids].reshape(routed.shape)) == e
             if held is None or (held[0] & ~hit).any() or (held[1] and hit.any() and not held[0].any()):

@@ -56,7 +56,7 @@ from mycel.capture.tracing import traced_by
 from mycel.capture.tree import Tree, flatten, flatten_arguments
 from mycel.capture.unfollowed import UntouchedObjects
 from mycel.errors import CaptureError, PlanError
-from mycel.ir import Program, Role, Var, check, prune
+from mycel.ir import Program, Role, Var, check, prune, walk
 from mycel.ops import o
 from mycel.ops.python_calls import PythonCall
 
@@ -130,10 +130,10 @@ def capture(
             try:
                 given = data or (args, kwargs)
                 once = functools.partial(
-                    _capture, fn, args, kwargs, apart, known or {}, differentiated, given, islands, selects, changing,
-                    counters if lifts else None, followed, strict, by_arguments,
+                    _capture, fn, args, kwargs, apart, known or {}, differentiated, given, islands, selects,
+                    counters=counters if lifts else None, followed=followed, strict=strict, by_arguments=by_arguments,
                 )  # fmt: skip
-                return _settled(once) if not TRACING else once()
+                return _settled(_as_experts(once, changing)) if not TRACING else once(changing=changing)
             except CaptureError as e:
                 error: Exception = e
                 if e.counters:  # once more with these as numbers of the program
@@ -167,6 +167,26 @@ def capture(
                     raise refusal(error) from error.__cause__
                 changing = frozenset()  # then for each of the values
                 islands.clear()
+
+
+def _as_experts(capture: Callable[..., Captured], changing: frozenset[str]) -> Callable[[], Captured]:
+    """How code is captured whose choice of experts comes with the batch (a hash of tokens): for the numbers of tokens
+    that each expert gets now, which are others in every batch; but without asking for them where one line asks for
+    several, and what it picks rows for is a layer of experts."""
+
+    def once() -> Captured:
+        nonlocal changing
+        captured = capture(changing=changing)
+        lines = [line for facts in captured.facts for line in facts.sources]
+        if len(lines) > len(set(lines)):
+            with contextlib.suppress(Exception):
+                whatever = changing | {*lines}
+                layers = capture(changing=whatever)
+                if not layers.facts and any(eqn.op is o.experts for _, eqn in walk(layers.program)):
+                    captured, changing = layers, whatever
+        return captured
+
+    return once
 
 
 def _settled(capture: Callable[[], Captured]) -> Captured:
