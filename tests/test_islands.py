@@ -595,3 +595,57 @@ def test_what_the_backward_of_an_island_reads_is_what_its_forward_read():
     same(mycel.value_and_grad(lambda x: model(x), wrt=model)(X), (loss.detach(), wanted))
     mycel.jit(model)(X).backward()
     same({k: p.grad for k, p in model.named_parameters()}, wanted)
+
+
+def own_gradient(net, x):
+    """Gradients that the code takes itself, as numbers."""
+    with torch.enable_grad():
+        grads = torch.autograd.grad(net(x).square().sum(), tuple(net.parameters()))
+    return sum(g.detach().square().sum() for g in grads)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_an_island_that_takes_a_gradient_itself_finds_parameters_that_ask_for_one(grad):
+    def loss(net, x):
+        with torch.set_grad_enabled(grad):
+            scale = mycel.island(own_gradient)(net, x)
+        return (net(x) * scale).square().mean()
+
+    net, twin = twins(lambda: nn.Linear(4, 3))
+    with torch.set_grad_enabled(grad):
+        scale = own_gradient(twin, X)
+    wanted = (twin(X) * scale).square().mean()
+    wanted.backward()
+    grads = {k: p.grad for k, p in twin.named_parameters()}
+    same(mycel.value_and_grad(lambda x: loss(net, x), wrt=net)(X), (wanted.detach(), grads))
+    mycel.jit(loss)(net, X).backward()
+    same({k: p.grad for k, p in net.named_parameters()}, grads)
+
+
+class Later(Again):
+    """Its backward is an island, in which a parameter is both what was saved and what the module holds."""
+
+    @staticmethod
+    def backward(ctx, g):
+        x, *weights = ctx.saved_tensors
+        return (None, *mycel.island(Later.gradients)(ctx.module, x, g, tuple(weights)))
+
+    @staticmethod
+    def gradients(module, x, g, weights):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad(module(x), (x, *weights), g, allow_unused=True)
+
+
+def test_a_parameter_that_a_function_saves_is_that_of_its_module():
+    model, twin = twins(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    loss = Later.apply(twin, X, *twin.parameters()).square().mean()
+    loss.backward()
+    wanted = {k: p.grad for k, p in twin.named_parameters()}
+
+    def ours(x):
+        return Later.apply(model, x, *model.parameters()).square().mean()
+
+    same(mycel.value_and_grad(ours, wrt=model)(X), (loss.detach(), wanted))
+    mycel.jit(ours)(X).backward()
+    same({k: p.grad for k, p in model.named_parameters()}, wanted)

@@ -61,12 +61,17 @@ def trace_custom(tracer: Tracer, forward: Forward, backward: Backward, args: tup
         results = outputs[: len(ys)]
         rest = iter(gs)
         cotangents = [tracer.wrap(next(rest)) if is_float(v.dtype) else None for v in ys]
-        saved_now = [
-            tracer.wrap(v if v in xs else outputs[ys.index(v) if v in ys else len(ys) + i]) for i, v in enumerate(kept)
-        ]
         with tracer:
             for cell, v in updates.items():
                 cell.write(outputs[at[v]])
+            # what the code reaches (a parameter) is given back itself, as by torch: it may be in a module, too
+            held = {c.read(): x for c, x in zip(cells, leaves, strict=True) if type(x) is not Traced}
+        saved_now = [
+            held[v]
+            if v in xs and v in held
+            else tracer.wrap(v if v in xs else outputs[ys.index(v) if v in ys else len(ys) + i])
+            for i, v in enumerate(kept)
+        ]
         gradients = backward(_given(tracer, tree, xs), _given(tracer, out_tree, results), saved_now, cotangents)
         with tracer:
             dxs = [

@@ -166,7 +166,8 @@ def make_island(
     tracer.source = source
     shift = int(call.draws)
     written = frozenset(i + shift for i in call.written)
-    known = _registered(PythonCall(name, source, _text(reason), call, written, call.draws, call.grad))
+    asking = frozenset(i + shift for i in call.asking)
+    known = _registered(PythonCall(name, source, _text(reason), call, written, asking, call.draws, call.grad))
     tracer.python_calls.append(known)
     with tracer:
         inputs = [tracer.cell(x).read() for x in call.operands]

@@ -124,6 +124,7 @@ class Trial:
         self.reached: set[int] = set()  # operands that torch gives a gradient
         self.before: list[dict[Any, Any]] = []  # plain values before the last run, which that one changed
         self.differentiable = [i for i, x in enumerate(self.operands) if _is_differentiable(x)]
+        self.asking = list(self.differentiable) if self.grad else []  # those that say requires_grad
         self.written: frozenset[int] = frozenset()
         self.kept: list[tuple[Location, Tree]] = []  # slots that hold new tensors after the call
         self.kept_before: list[Any] = []  # what was in these
@@ -138,6 +139,9 @@ class Trial:
         values = [sample(self.tracer, x) for x in self.operands]
         watched = CountedOperators()
         first = self._try(values, watched) or self._try(values)
+        if first is None and not self.grad:  # it may take gradients itself, and what torch has not recorded has none
+            self.asking = list(self.differentiable)
+            first = self._try(values)
         if first is None:
             # with values that were made up it may, and yet be right; or the code around catches that
             final = not self.tracer.made_up and not self.tracer.caught
@@ -179,11 +183,9 @@ class Trial:
         olds = [contents(box.slots) for box in self.boxes]
         states = self._states()
         with suspended(), torch.set_grad_enabled(self.grad), states_kept() as drawn:
-            leaves = [
-                x.detach().clone().requires_grad_(i in self.differentiable and self.grad) for i, x in enumerate(values)
-            ]
+            leaves = [x.detach().clone().requires_grad_(i in self.asking) for i, x in enumerate(values)]
             given = [
-                x if isinstance(p, torch.nn.Parameter) else x.clone()
+                x if isinstance(p, torch.nn.Parameter) or not self.grad else x.clone()
                 for x, p in zip(leaves, self.operands, strict=True)
             ]
             before = [x.detach().clone() for x in given]
@@ -223,7 +225,7 @@ class Trial:
 
     def _reach(self, outs: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> None:
         """Note which operands the results have a gradient for: those without one are not trained."""
-        asked = [i for i in self.differentiable if i not in self.reached and operands[i].requires_grad]
+        asked = [i for i in self.asking if i not in self.reached and self.grad]
         ys = [y for y in outs if y.requires_grad and is_float(y.dtype)]
         if asked and ys:
             gs = [torch.zeros_like(y) for y in ys]

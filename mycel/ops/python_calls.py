@@ -43,6 +43,7 @@ class PythonCall:
     reason: str
     call: PlainCode
     written: frozenset[int]  # operands the code changes in place: it is given copies
+    asking: frozenset[int] = frozenset()  # operands that say requires_grad: the code may take gradients itself
     draws: bool = False
     grad: bool = True  # was torch.is_grad_enabled() where it was called?
     calls: int = field(default=0)
@@ -50,7 +51,7 @@ class PythonCall:
 
     def same_signature(self, other: PythonCall) -> bool:
         """Does it take and change the same operands?"""
-        return (self.written, self.draws, self.grad) == (other.written, other.draws, other.grad)
+        return all(getattr(self, k) == getattr(other, k) for k in ("written", "asking", "draws", "grad"))
 
     def run(
         self,
@@ -61,7 +62,7 @@ class PythonCall:
     ) -> tuple[torch.Tensor, ...]:
         """Its results, in memory of their own.  `behind`: for so long its operands lie where it found them, too."""
         start = time.perf_counter()
-        given = [x if i in wrt else x.detach() for i, x in enumerate(inputs)]
+        given = [x if i in wrt else x.detach().requires_grad_(i in self.asking) for i, x in enumerate(inputs)]
         given = [x.clone() if i in self.written else x for i, x in enumerate(given)]
         with seeded(inputs[0]) if self.draws else contextlib.nullcontext():
             outs = self.call(given[self.draws :], again)
@@ -123,12 +124,13 @@ def run(
     that takes gradients itself can do so, and what it used of operands that are `counted` can be told."""
     known = find(name)
     if torch.is_grad_enabled():
-        outs = known.run(inputs, wrt, again=False)
+        with torch.set_grad_enabled(known.grad):
+            outs = known.run(inputs, wrt, again=False)
         if any(isinstance(node, BackwardCFunction) for node in _nodes(outs, inputs)):
             outs = RunAgain.of(name, types, wrt, inputs, outs)
         uses = [1 for _ in counted]
     else:
-        leaves = [x.detach().requires_grad_(i in wrt and known.grad) for i, x in enumerate(inputs)]
+        leaves = [x.detach().requires_grad_(i in known.asking or i in wrt) for i, x in enumerate(inputs)]
         with torch.set_grad_enabled(known.grad):
             outs = known.run(leaves, wrt, again=False)
         reached = _reached(outs) if counted else set()
