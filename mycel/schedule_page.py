@@ -57,7 +57,8 @@ def schedule_page(drawings: Mapping[str, PipelineTimes | None]) -> str:
     """Drawings in one scale, each under its name."""
     known = {name: times for name, times in drawings.items() if times is not None}
     longest = max((times.seconds for times in known.values()), default=0.0)
-    style = "body { font: 14px system-ui, sans-serif; margin: 2rem auto; max-width: 1140px; } svg text { fill: #333; } "
+    style = "body { font: 14px system-ui, sans-serif; margin: 2rem auto; max-width: 1140px; padding: 0 1rem; } "
+    style += "svg { max-width: 100%; height: auto; } svg text { fill: #333; } "
     style += "svg text[fill=white] { fill: white; } "
     style += ".key span { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em; }"
     sections = "\n".join(schedule_section(times, name, longest) for name, times in known.items())

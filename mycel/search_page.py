@@ -35,7 +35,7 @@ td, th { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right
 td:first-child, th:first-child, td:last-child, th:last-child { text-align: left; }
 .scroll td:first-child, .scroll td:nth-last-child(-n+2) { white-space: normal; min-width: 11rem; }
 tr.best { background: #eef6ee; } .scroll { overflow-x: auto; } .quiet { color: #777; }
-svg text { font: 11px system-ui, sans-serif; fill: #444; }
+svg { max-width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; fill: #444; }
 .cuts { display: flex; flex-wrap: wrap; gap: 1.2rem; } figure { margin: 0; } figcaption { font-size: 12px; }
 .key span { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em; }
 """

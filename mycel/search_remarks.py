@@ -87,13 +87,16 @@ def explained(candidate: Candidate, best: Candidate) -> Candidate:
     if candidate is best or not candidate.fits or candidate.times is None or best.times is None:
         return candidate
     computing = candidate.times.totals["compute"] - best.times.totals["compute"]
-    waiting = candidate.exposed - best.exposed
-    if computing > waiting:
-        why = f"+{span(computing)} of computing" + (" again" if 2 * (candidate.again - best.again) > computing else "")
-    else:
-        level = max(candidate.sent, key=lambda k: candidate.sent[k] - best.sent.get(k, 0.0), default="links")
-        why = f"+{span(waiting)} waiting for messages over {level}"
-    return replace(candidate, why=why)
+    again = " again" if 2 * (candidate.again - best.again) > computing else ""
+    level = max(candidate.sent, key=lambda k: candidate.sent[k] - best.sent.get(k, 0.0), default="links")
+    more = {
+        f"of computing{again}": computing,
+        f"waiting for messages over {level}": candidate.exposed - best.exposed,
+        "of bubbles": candidate.bubble - best.bubble,
+        "waiting for copies to and from the host": candidate.moving - best.moving,
+    }
+    what, seconds = max(more.items(), key=lambda each: each[1])
+    return replace(candidate, why=f"+{span(seconds)} {what}") if seconds > 0 else candidate
 
 
 def nothing_fits(search: Searching, ranked: Sequence[Candidate]) -> PlanError:

@@ -26,7 +26,7 @@ from mycel.errors import PlanError
 from mycel.ir import Layout, Mesh, Var, walk
 from mycel.launch import launch
 from mycel.plan import Plan, ready_plans
-from mycel.plan.clock import WORKSPACE
+from mycel.plan.clock import WORKSPACE, StreamShare
 from mycel.plan.cluster import Cluster
 from mycel.plan.schedule import StageCosts, named, timeline
 from mycel.search import Search, patterns
@@ -249,6 +249,14 @@ def test_what_is_computed_again_is_called_so_where_it_is_most_of_what_is_lost():
     for again, reason in ((1e-6, "+2.0 ms of computing"), (2e-3, "+2.0 ms of computing again")):
         loser = replace(best, times=replace(best.times, totals=more), again=best.again + again)
         assert explained(loser, best).why == reason
+
+
+def test_a_pipeline_that_waits_less_and_idles_more_has_lost_by_its_bubbles():
+    best = of(Blocks(), cluster=TWO, given={"mesh": {"tp": 2}}).run().best
+    idle = {"bubble": StreamShare(3e-3, 3e-3)}
+    slower = replace(best, times=replace(best.times, seconds=best.seconds + 1e-3, shares=idle))
+    assert slower.exposed <= best.exposed and explained(slower, best).why == "+3.0 ms of bubbles"
+    assert explained(replace(best, times=replace(best.times)), best).why == ""
 
 
 def test_a_parameter_is_explained_by_what_its_other_layouts_cost():
