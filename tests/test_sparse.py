@@ -120,6 +120,29 @@ def test_what_else_is_asked_of_it_is_an_island(layout):
     assert [call.name.split()[0] for call in step.entries[0].islands] == ["Inner"]
 
 
+class Counted(nn.Module):
+    """Asks how many elements the matrix has that it made of a buffer's places."""
+
+    def __init__(self, coalesced):
+        super().__init__()
+        self.coalesced, self.weight = coalesced, nn.Parameter(torch.ones(7))
+        self.register_buffer("edges", twice(adjacency().to_sparse_coo().coalesce())._indices()[:, :7] % 2)
+
+    def forward(self, x):
+        matrix = torch.sparse_coo_tensor(self.edges, self.weight, (5, 4))
+        matrix = matrix.coalesce() if self.coalesced else matrix
+        return torch.sparse.mm(matrix, x).square().sum() / matrix._nnz()
+
+
+@pytest.mark.parametrize("coalesced", [False, True])
+def test_how_many_elements_it_has(coalesced):
+    model, x = Counted(coalesced).double(), torch.rand(4, 3, dtype=torch.float64)
+    loss = model(x)
+    loss.backward()
+    wanted = (loss.detach(), {"weight": model.weight.grad})
+    torch.testing.assert_close(mycel.value_and_grad(lambda x: model(x), wrt=model)(x), wanted)
+
+
 def test_it_is_returned_as_it_is():
     matrix = adjacency().to_sparse_coo()
     again, doubled = mycel.jit(lambda a: (a, a @ torch.eye(4, dtype=torch.float64)))(matrix)

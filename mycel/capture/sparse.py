@@ -121,6 +121,13 @@ class SparseMatrix:
     def dim(self) -> int:
         return self.ndim
 
+    def _nnz(self) -> int:
+        """How many elements it has; coalesced, those of one place are one."""
+        if not self.form.coalesce:
+            return self.parts[-1].shape[0]
+        rows, columns, _ = self._coordinates()
+        return torch.unique(rows * self.shape[1] + columns).shape[0]
+
     def _coordinates(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Row, column and value of each element."""
         if self.layout == torch.sparse_coo:
