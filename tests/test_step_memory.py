@@ -175,7 +175,7 @@ def test_a_step_takes_no_more_than_predicted(name):
 
 def test_a_step_in_parts_takes_no_more_than_predicted():
     peak, predicted = measured(both(small_llama, adamw(), accumulate=2), tokens(0))
-    assert peak <= 1.05 * predicted, f"measured {peak}, predicted {predicted}: {peak / predicted:.3f}"
+    assert peak <= predicted, f"measured {peak}, predicted {predicted}: {peak / predicted:.3f}"
 
 
 SCAN = """
@@ -199,6 +199,33 @@ def test_a_scan_that_stacks_takes_what_is_predicted():
         results = run(*args)
     predicted = times.peak[DEVICE] - times.held
     assert len(results) == 3 and 0.9 * predicted <= live.peak <= predicted, (live.peak, predicted)
+
+
+TURNS = """
+def body(h: f32[64,64], x: f32[64,64]):
+  y: f32[64,64] = matmul(h, x)
+  return y, y
+
+def main(x: f32[64,64]):
+  xs: f32[4,64,64] = expand(x, shape=(4, 64, 64))
+  rows: f32[4,64,64] = sin(xs)
+  h: f32[64,64] = cos(x)
+  last: f32[64,64], ys: f32[4,64,64] = scan(h, rows, body=@body, carry=1, length=4)
+  a: f32[64,64] = sum(ys, dims=(0,))
+  b: f32[64,64] = matmul(a, last)
+  cat: f32[640,64] = cat(b, b, b, b, b, b, b, b, b, b, dim=0)
+  return cat
+"""
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+def test_what_a_scan_leaves_is_freed_with_its_results(reuse):
+    """Neither what its last turn made, nor the rows that it read, are kept by another name."""
+    program, x = check(Program.parse(TURNS)), torch.randn(64, 64)
+    times, run = clock(program, CPU), load(program, torch.device("cpu"), reuse=reuse)[0]
+    with Live() as live:
+        (result,) = run(x)
+    assert live.peak <= times.peak[DEVICE] - times.held and len(result) == 640
 
 
 def test_parameters_and_state_are_updated_in_place_in_parts():

@@ -365,11 +365,16 @@ class _Function:
         for x, out in zip(block.outputs, outs, strict=True):  # a value made here for one result gets that result's name
             if isinstance(x, Var) and x not in names and out not in args:
                 names[x] = out
-        self.body(block, names, set(), over)
+        made = set[Var]()
+        self.body(block, names, made, over)
         moves = [(out, self.output(-1, x, names)) for out, x in zip(outs, block.outputs, strict=True)]
         moves = [(out, value) for out, value in moves if out != value]
         if moves:
             self.line(f"{', '.join(m[0] for m in moves)} = {', '.join(m[1] for m in moves)}")
+        # `outs` hold them from here on
+        results = dict.fromkeys(names[x] for x in block.outputs if isinstance(x, Var) and x in made)
+        if twice := [name for name in results if name not in outs and name not in args]:
+            self.line("del " + ", ".join(twice))
         if len(self.lines) == before:
             self.line("pass")
 
@@ -425,6 +430,8 @@ class _Function:
         self.held(p["body"], [*args[:n], *state, *given], [*state, *row], summing(self.around, eqn, body))
         for y, r in zip(ys, row, strict=True):
             self.line(f"{y}.append({r})")
+        if row or given:  # the last row would keep the memory of all
+            self.line("del " + ", ".join([*row, *given]))
         self.indent -= 1
         for y, var in zip(ys, eqn.outputs[m - n :], strict=True):
             if p["length"] == 0:
