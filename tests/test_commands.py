@@ -414,6 +414,7 @@ def test_messages(run, folder, tmp_path):
         ("generate", folder, "--prompt", "a", "--out", tmp_path / "a.jsonl"),
         ("generate", folder, "--file", tmp_path / "text.txt", "--out", tmp_path / "no" / "a.jsonl"),
         ("generate", folder, "--file", tmp_path / "text.txt", "--out", tmp_path),
+        ("generate", folder, "--file", tmp_path / "text.txt", "--out", "/proc/a.jsonl"),
         ("generate", folder, "--file", tmp_path / "text.txt", "--out", tmp_path / "text.txt"),
         ("generate", folder, "--file", tmp_path / "number.jsonl"),
         ("generate", folder, "--file", tmp_path / "word.jsonl"),

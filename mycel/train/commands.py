@@ -197,6 +197,15 @@ def _refuse_out(out: Path, file: Path | None) -> None:
         raise TrainError(f"the responses cannot be written: {what}\n  at        {out}\n  try       another --out")
     if out.resolve() == file.resolve():
         raise TrainError(f"the responses would replace the prompts\n  at        {out}\n  try       another --out")
+    try:
+        there = out.exists()
+        out.open("a").close()
+        if not there:
+            out.unlink()
+    except OSError as e:
+        raise TrainError(
+            f"the responses cannot be written: {e.strerror}\n  at        {out}\n  try       another --out"
+        ) from None
 
 
 def export_run(run: Path, say: Say, *, last: bool, to: str, out: Path | None) -> Path:
