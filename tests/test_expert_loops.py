@@ -207,6 +207,42 @@ def test_weights_that_are_copied_for_each_token_are_told_of():
         same_as_torch(model, x)
 
 
+class Masked(StackedLoop):
+    """All experts at once, of whose results a mask picks; `soft`: all count."""
+
+    def __init__(self, how):
+        super().__init__(transposed=True)
+        self.how = how
+
+    def forward(self, x):
+        scores = self.router(x).softmax(-1)
+        weights, ids = torch.topk(scores, 2)
+        gates = torch.zeros_like(scores).scatter(1, ids, weights)
+        if self.how == "switch":  # with a capacity
+            hot = F.one_hot(ids[:, 0], 3)
+            place = (hot.cumsum(0) - 1) * hot
+            taken = F.one_hot(place, 4).to(x) * (hot * (place < 4)).unsqueeze(-1).to(x)
+            each = F.gelu(torch.einsum("tec,td->ecd", taken, x) @ self.up) @ self.down
+            return torch.einsum("tec,ecd->td", taken * weights[:, :1, None], each).square().mean()
+        if self.how == "all":
+            each = torch.einsum("teh,ehd->ted", F.gelu(torch.einsum("td,edh->teh", x, self.up)), self.down)
+            return torch.einsum("ted,te->td", each, gates).square().mean()
+        each = torch.stack([self.expert(x, i) for i in range(3)], 1)
+        if self.how == "soft":
+            return (each * scores.unsqueeze(-1)).sum(1).square().mean()
+        return (each.gather(1, ids[..., None].expand(-1, -1, 4)) * weights[..., None]).sum(1).square().mean()
+
+
+@pytest.mark.parametrize("how", ["switch", "all", "stacked", "soft"])
+def test_experts_whose_results_a_mask_picks_are_told_of(how, recwarn):
+    """Not where all count, and not where a loop over experts is a layer."""
+    same_as_torch(Masked(how), torch.randn(6, 4, dtype=torch.float64))
+    mycel.capture(Loop("all_tokens"), torch.randn(6, 4, dtype=torch.float64))
+    told = [str(w.message) for w in recwarn if "a mask picks here" in str(w.message)]
+    assert len(told) == (how != "soft")
+    assert all("test_expert_loops.py:" in text and "mycel.experts(" in text for text in told)
+
+
 class Linears(nn.Module):
     """Experts that are one product each."""
 

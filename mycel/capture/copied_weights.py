@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 
-from mycel.ir import Eqn, Program, Var, call
+from mycel.ir import Block, Eqn, Program, Var, call
 from mycel.ops import o
 
 _WARNED: set[str] = set()  # lines that were told of
@@ -33,10 +33,21 @@ def warn_of_copies(program: Program) -> None:
 
 def copied_weights(program: Program) -> Iterator[tuple[Eqn, Var]]:
     """Equations that pick matrices of a parameter, more often than there are any."""
+    for block, weights in blocks_with_parameters(program):
+        for eqn in block.eqns:
+            first = {o.index: (0,), o.index_select: 0}.get(eqn.op)
+            w = eqn.inputs[0] if first in (eqn.params.get("at"), eqn.params.get("dim")) and first is not None else None
+            if isinstance(w, Var) and w in weights and w.ndim > 2 and eqn.outputs[0].type.numel > w.type.numel:
+                yield eqn, w
+
+
+def blocks_with_parameters(program: Program) -> Iterator[tuple[Block, frozenset[Var]]]:
+    """Blocks that are called, each with those of its inputs that are parameters."""
     waiting = [(program.entry, frozenset(v for v in program.inputs_of("parameter")))]
     done = set(waiting)
     while waiting:
         name, weights = waiting.pop()
+        yield program.blocks[name], weights
         for eqn in program.blocks[name].eqns:
             if eqn.op is call:
                 body = program.blocks[eqn.params["block"]]
@@ -44,7 +55,3 @@ def copied_weights(program: Program) -> Iterator[tuple[Eqn, Var]]:
                 inner = (eqn.params["block"], given)
                 waiting += [] if inner in done else [inner]
                 done.add(inner)
-            first = {o.index: (0,), o.index_select: 0}.get(eqn.op)
-            w = eqn.inputs[0] if first in (eqn.params.get("at"), eqn.params.get("dim")) and first is not None else None
-            if isinstance(w, Var) and w in weights and w.ndim > 2 and eqn.outputs[0].type.numel > w.type.numel:
-                yield eqn, w

@@ -36,6 +36,7 @@ from mycel.capture.fence import opened, refuse, refuse_read
 from mycel.capture.hooks import hook_parameters
 from mycel.capture.island import ROOT, boundary, next_island, refusal
 from mycel.capture.kept_lists import KeptLists, refuse_additions
+from mycel.capture.masked_experts import warn_of_masks
 from mycel.capture.rebound import cleared_grads, copied, effects_of, rebound_slots, restore, toggles, undo, updates_of
 from mycel.capture.record import Traced
 from mycel.capture.repeats import assemble
@@ -337,6 +338,7 @@ def _capture(
         for line in sorted(tracer.expert_loops - merged):
             warn_of_experts(line)
         warn_of_copies(program)
+        warn_of_masks(program)
     return Captured(
         program,
         tree,
