@@ -214,6 +214,10 @@ def _plan(
         for file in filter(None, (out, page)):
             if not Path(file).absolute().parent.is_dir():  # before the search, not after it
                 raise TrainError(f"there is no folder for {file}\n  try       mkdir -p {Path(file).parent}")
+            if Path(file).is_dir():
+                raise TrainError(
+                    f"{file} is a folder\n  try       {Path(file) / ('plan.html' if file == page else 'plan.yaml')}"
+                )
         where = planner.cluster_of(cluster)
 
         def say(text: str) -> None:

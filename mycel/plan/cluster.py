@@ -228,9 +228,9 @@ def _device(given: Any, where: str) -> tuple[Kind | None, Hardware]:
 def _preset(text: str) -> tuple[str, list[int]]:
     """A device's name, and up to two counts behind it; a name may itself hold an x before digits."""
     for counts in (0, 1, 2):
-        found = re.fullmatch("(.+)" + r"x(\d+)" * counts, text)
-        if found and _plain(found[1]) in KNOWN_NAMES:
-            return found[1], [int(n) for n in found.groups()[1:]]
+        match = re.fullmatch("(.+)" + r"x(\d+)" * counts, text)
+        if match and _plain(match[1]) in KNOWN_NAMES:
+            return match[1], [int(n) for n in match.groups()[1:]]
     return re.sub(r"(x\d{1,3}){0,2}$", "", text), []
 
 

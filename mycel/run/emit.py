@@ -365,14 +365,14 @@ class _Function:
         for x, out in zip(block.outputs, outs, strict=True):  # a value made here for one result gets that result's name
             if isinstance(x, Var) and x not in names and out not in args:
                 names[x] = out
-        made = set[Var]()
-        self.body(block, names, made, over)
+        own = set[Var]()
+        self.body(block, names, own, over)
         moves = [(out, self.output(-1, x, names)) for out, x in zip(outs, block.outputs, strict=True)]
         moves = [(out, value) for out, value in moves if out != value]
         if moves:
             self.line(f"{', '.join(m[0] for m in moves)} = {', '.join(m[1] for m in moves)}")
         # `outs` hold them from here on
-        results = dict.fromkeys(names[x] for x in block.outputs if isinstance(x, Var) and x in made)
+        results = dict.fromkeys(names[x] for x in block.outputs if isinstance(x, Var) and x in own)
         if twice := [name for name in results if name not in outs and name not in args]:
             self.line("del " + ", ".join(twice))
         if len(self.lines) == before:

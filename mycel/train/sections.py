@@ -173,8 +173,8 @@ def _hint(field: FieldInfo, value: Any) -> str:
     """The nearest choice, the setting that a share is for, quotes around what should be
     text, an example, or the default."""
     forms, section = _forms(field), section_of(field)
-    if isinstance(value, Mapping) and (joined := [key for key in value if _spaced(key)]):
-        return _spaced(joined[0])
+    if isinstance(value, Mapping) and (lacking := [key for key in value if _spaced(key)]):
+        return _spaced(lacking[0])
     if get_origin(field.annotation) is Literal and (
         near := get_close_matches(str(value).lower(), get_args(field.annotation), n=1, cutoff=NEAR)
     ):
