@@ -73,7 +73,10 @@ class Settings:
 
 def budget_of(memory: str | int | None) -> int | None:
     """The peak to stay below, in bytes."""
-    budget = parse_bytes(memory) if isinstance(memory, str) else memory
+    try:
+        budget = parse_bytes(memory) if isinstance(memory, str) else memory
+    except TrainError as e:
+        raise TrainError(f"memory: {e}") from None
     if budget is not None and not (isinstance(budget, int) and not isinstance(budget, bool) and budget > 0):
         raise TrainError(f"memory={memory!r}\n  try       bytes as a whole number, or text like '20GiB'")
     return budget
