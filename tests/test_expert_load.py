@@ -321,7 +321,7 @@ def after_moving(name, order):
     models = [quiet(family(name, **more).double()) for _ in range(2)]
     steps = [mycel.train_step(m, torch.optim.AdamW(m.parameters(), lr=1e-2), compile=False) for m in models]
     losses = [[float(step(**text()))] for step in steps]
-    for layer in expert_layers(steps[0]._captured_program):
+    for layer in expert_layers(steps[0]._captured.program):
         assert not layer.fixed and layer.group == group
         steps[0].state.reorder({name: (dim, order) for name, dim in layer.tensors.items()})
     moved, stayed = (next(p for n, p in m.named_parameters() if n.endswith("experts.down_proj")) for m in models)
