@@ -145,7 +145,7 @@ class SearchOrder:
 
     def _sizes(self, meshes: list[Shape]) -> Iterator[Shape]:
         """More cp and then more tp as long as that helps, with microbatches as memory asks for them."""
-        worse = 0  # sizes of tp, one after the other, that were slower than smaller ones
+        worse, tp = 0, 0  # sizes of tp, one after the other, that were slower than smaller ones
         split_length = True  # did splitting the sequence help, the last time it was tried?
         for tp in dict.fromkeys(mesh.tp for mesh in meshes):
             before, fastest = self.fastest(), float("inf")
@@ -153,12 +153,9 @@ class SearchOrder:
             for mesh in (m for m in meshes if m.tp == tp):
                 if mesh.cp > 1 and not split_length and fastest < float("inf"):
                     break
-                first = replace(mesh, zero=self._level(mesh))
-                for count in self._counts(mesh):
-                    first = replace(first, microbatches=count)
+                first = mesh
+                for first in self._until_it_fits(mesh):
                     yield first
-                    if self._priced(first).fits or self.search.held(first) > self.memory:
-                        break
                 seconds = self._priced(first).seconds
                 if mesh.cp > 1:
                     split_length = seconds < fastest
@@ -168,6 +165,18 @@ class SearchOrder:
                     fastest, cp = seconds, mesh.cp
             worse = worse + 1 if fastest > before * WORSE else 0
             if worse == 2 or MUCH_WORSE * before < fastest < float("inf"):
+                break
+        # tp alone, inside a host: it sends no gradients, so it may win where both of them lose
+        alone = (m for m in meshes if m.tp == self.space.world <= self.search.cluster.devices and m.tp > tp)
+        for mesh in alone:
+            yield from self._until_it_fits(mesh)
+
+    def _until_it_fits(self, mesh: Shape) -> Iterator[Shape]:
+        """With more and more microbatches."""
+        for count in self._counts(mesh):
+            shape = replace(mesh, zero=self._level(mesh), microbatches=count)
+            yield shape
+            if self._priced(shape).fits or self.search.held(shape) > self.memory:
                 break
 
     def _level(self, mesh: Shape) -> int:

@@ -104,6 +104,15 @@ def test_the_best_of_its_space():
     assert best.seconds <= 1.02 * min(c.seconds for c in every if c.fits)
 
 
+def test_tp_alone_inside_a_host_is_always_looked_at(monkeypatch):
+    """Where two and four ranks of it lose to data parallelism, eight may not: they send no gradients."""
+    monkeypatch.setattr("mycel.search_order.EVERYTHING", 0)
+    host = {"device": SMALL, "devices": 8, "levels": [{"bytes_s": 1e9, "start_s": 1e-6}]}
+    answer = of(Blocks(), tokens(64, 64), host).run()
+    tried = {c.shape.tp for c in answer.candidates if c.shape.dp * c.shape.tp == 8}
+    assert 8 in tried and tried != {1, 2, 4, 8}
+
+
 def test_products_are_split_by_columns_then_rows():
     plan_search = of(Blocks(), cluster={**SLOW, "devices": 4, "hosts": 1, "levels": [{"bytes_s": 1e10}]})
     chosen = plan_search.parameters(Shape(tp=4))
