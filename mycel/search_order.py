@@ -145,7 +145,8 @@ class SearchOrder:
 
     def _sizes(self, meshes: list[Shape]) -> Iterator[Shape]:
         """More cp and then more tp as long as that helps, with microbatches as memory asks for them."""
-        worse, tp = 0, 0  # sizes of tp, one after the other, that were slower than smaller ones
+        tp = 0  # the largest looked at
+        worse = 0  # sizes of tp, one after the other, that were slower than smaller ones
         split_length = True  # did splitting the sequence help, the last time it was tried?
         for tp in dict.fromkeys(mesh.tp for mesh in meshes):
             before, fastest = self.fastest(), float("inf")
@@ -153,10 +154,10 @@ class SearchOrder:
             for mesh in (m for m in meshes if m.tp == tp):
                 if mesh.cp > 1 and not split_length and fastest < float("inf"):
                     break
-                first = mesh
-                for first in self._until_it_fits(mesh):
-                    yield first
-                seconds = self._priced(first).seconds
+                shape = mesh
+                for shape in self._until_it_fits(mesh):
+                    yield shape
+                seconds = self._priced(shape).seconds
                 if mesh.cp > 1:
                     split_length = seconds < fastest
                 if seconds > fastest and mesh.cp > cp:
@@ -167,9 +168,9 @@ class SearchOrder:
             if worse == 2 or MUCH_WORSE * before < fastest < float("inf"):
                 break
         # tp alone, inside a host: it sends no gradients, so it may win where both of them lose
-        alone = (m for m in meshes if m.tp == self.space.world <= self.search.cluster.devices and m.tp > tp)
-        for mesh in alone:
-            yield from self._until_it_fits(mesh)
+        for mesh in meshes:
+            if tp < mesh.tp == self.space.world <= self.search.cluster.devices:
+                yield from self._until_it_fits(mesh)
 
     def _until_it_fits(self, mesh: Shape) -> Iterator[Shape]:
         """With more and more microbatches."""

@@ -85,6 +85,14 @@ KINDS = {
 ALIASES = {"A100": "A100-80", "4090": "RTX-4090", "910B": "Ascend-910B", "910C": "Ascend-910C"}
 
 
+def _plain(name: str) -> str:
+    """As it is compared: small letters and digits alone."""
+    return re.sub(r"[\W_]", "", name.lower())
+
+
+KNOWN_NAMES = {_plain(k): v for k, v in ({k: k for k in KINDS} | ALIASES).items()}
+
+
 @dataclass(frozen=True)
 class Cluster:
     """Hosts of devices.  `hardware` is the slowest of all kinds, with the wires as its levels."""
@@ -234,22 +242,14 @@ def _preset(text: str) -> tuple[str, list[int]]:
     return re.sub(r"(x\d{1,3}){0,2}$", "", text), []
 
 
-def _plain(name: str) -> str:
-    return re.sub(r"[\W_]", "", name.lower())
-
-
-KNOWN_NAMES = {_plain(k): v for k, v in ({k: k for k in KINDS} | ALIASES).items()}
-
-
 def _named(name: str, where: str) -> Kind:
-    known = KNOWN_NAMES
-    if _plain(name) not in known:
-        close = get_close_matches(_plain(name), known, 1)
+    if _plain(name) not in KNOWN_NAMES:
+        close = get_close_matches(_plain(name), KNOWN_NAMES, 1)
         raise PlanError(
             f"{where}: there is no device {name!r}\n  known     {', '.join(KINDS)}\n"
-            f"  try       {known[close[0]] if close else 'one of these, or its figures in a file'}"
+            f"  try       {KNOWN_NAMES[close[0]] if close else 'one of these, or its figures in a file'}"
         )
-    return KINDS[known[_plain(name)]]
+    return KINDS[KNOWN_NAMES[_plain(name)]]
 
 
 def _levels(given: Any, kind: Kind | None, devices: int, hosts: int, where: str) -> tuple[Link, ...]:

@@ -172,16 +172,18 @@ class Step(StepCompiler):
         if self.settings.buckets is not None:
             args, kwargs = self.settings.buckets(args, kwargs)
         self._why_again = self._why(args, kwargs)
-        entry = self.compile(args, kwargs)
-        self._why_again = ""
+        try:
+            entry = self.compile(args, kwargs)
+        finally:
+            self._why_again = ""
         self.watch.is_on = not self.settings.expert_load and self._has_experts()
         make_room(self.entries, lambda e: e.facts, entry.facts)
         self.entries.insert(0, entry)
         return self
 
     def _why(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Why it is captured again, if it is."""
-        if self._captured is None:
+        """Why it is captured again, if it is; other ranks are told."""
+        if self._captured is None or self.parts is None:
             return ""
         settings = "" if self.entries and self.usable(self.entries[0]) else "settings of the optimiser, or its plan"
         return changed(self._captured, args, kwargs) or settings or "there is no program for such a call"
