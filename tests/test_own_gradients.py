@@ -193,3 +193,38 @@ def test_they_are_captured(name):
     """No island: the program has their equations."""
     model = Model({"Keeps": lambda m, h: Keeps.apply(h, m.w).mean(), "Clamped": clamped}[name]).double()
     assert "island" not in str(mycel.capture(model, X))
+
+
+class Solved(Function):
+    """A solve, whose backward is another one."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        y = torch.linalg.solve(a, b)
+        ctx.save_for_backward(a, y)
+        return y
+
+    @staticmethod
+    def backward(ctx, g):
+        a, y = ctx.saved_tensors
+        back = Solved.apply(a.mT, g)
+        return -back @ y.mT, back
+
+
+def test_a_function_that_calls_itself_in_its_backward_is_followed_to_second_derivatives():
+    a, b = X @ X.T + torch.eye(4, dtype=X.dtype), X + 1
+
+    def energy(a, b):
+        return Solved.apply(a, b).square().sum()
+
+    def slope(a, b):
+        return mycel.grad(energy)(a, b).square().sum()
+
+    def plain(a, b):
+        return torch.linalg.solve(a, b).square().sum()
+
+    torch.testing.assert_close(mycel.grad(energy, (0, 1))(a, b), torch.func.grad(plain, (0, 1))(a, b))
+    second = torch.func.grad(lambda a, b: torch.func.grad(plain)(a, b).square().sum())(a, b)
+    torch.testing.assert_close(mycel.grad(slope)(a, b), second)
+    with pytest.raises(mycel.errors.GradientError, match="third_derivative"):
+        mycel.grad(lambda a, b: mycel.grad(slope)(a, b).sum())(a, b)

@@ -163,6 +163,9 @@ def _backward_of(cls: type[torch.autograd.Function]) -> Any:
 
 
 _ONCE = once_differentiable(lambda ctx: None).__code__
+# Functions whose backward is being traced, each in that of the one before.  A gradient in the k-th is of order k + 1:
+# one that calls itself there (the backward of a solve is a solve) is followed to second derivatives.
+BACKWARDS: list[type[torch.autograd.Function]] = []
 
 
 def trace_function(tracer: Tracer, cls: type[torch.autograd.Function], args: tuple[Any, ...]) -> Any:
@@ -193,13 +196,29 @@ def trace_function(tracer: Tracer, cls: type[torch.autograd.Function], args: tup
         vars(ctx).update(kept_tree.unflatten(rest))
         if not ctx.materialize_grads:
             cotangents = [None if i in plain else g for i, g in enumerate(cotangents)]
-        gradients = rewritten(_backward_of(cls))(ctx, *cotangents)
+        BACKWARDS.append(cls)
+        try:
+            gradients = rewritten(_backward_of(cls))(ctx, *cotangents)
+        finally:
+            BACKWARDS.pop()
         listed = gradients if isinstance(gradients, tuple) else (gradients,)
         return [listed[i] for i in tensors]
 
     if not any(is_float(args[i].dtype) for i in tensors):  # nothing a gradient could be of
         return forward(args)[0]
+    if cls in BACKWARDS and len(BACKWARDS) > 1:
+        return _without_gradient(tracer, forward(args)[0])
     result = trace_custom(tracer, forward, backward, args)
     results: list[torch.Tensor] = []
     tree = flatten(result, results)
     return tree.unflatten(iter([y.detach() if i in plain else y for i, y in enumerate(results)])) if plain else result
+
+
+def _without_gradient(tracer: Tracer, result: Any) -> Any:
+    """The result of a Function whose backward nobody is to follow."""
+    leaves: list[torch.Tensor] = []
+    tree = flatten(result, leaves)
+    with tracer:
+        values = [tracer.cell(y).read() for y in leaves]
+        values = [o.third_derivative(v) if is_float(v.dtype) else v for v in values]
+    return tree.unflatten(iter([tracer.wrap(v) for v in values]))

@@ -78,6 +78,23 @@ def stop_gradient(x):
     return x.detach()
 
 
+def no_third_derivative(g):
+    """What torch's autograd is told that asks for one."""
+    raise RuntimeError(
+        "a third derivative of a torch.autograd.Function that calls itself in its backward is not followed\n"
+        "  try       a backward in torch's own functions"
+    )
+
+
+@op("... -> ...", examples=["f[2,3]"], precision="kept")
+def third_derivative(x):
+    """x, whose gradient would be a third derivative of a Function that calls itself in its backward: there is none"""
+    y = x.clone()
+    if y.requires_grad:
+        y.register_hook(no_third_derivative)
+    return y
+
+
 @op(
     "..., ... -> ...",
     dtype="first",
