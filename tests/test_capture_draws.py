@@ -156,3 +156,23 @@ def test_functions_with_a_gradient_of_their_own_draw_anew_wherever_they_are_call
     torch.manual_seed(0)
     value, slope = mycel.value_and_grad(lambda x: (Noisy.apply(x) * torch.tensor([1.0, 0, 0])).sum())(x)
     assert abs(float(slope[0] - 1)) != pytest.approx(abs(float(value)))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda n, g: torch.rand(n, generator=g),
+        lambda n, g: torch.randn((n,), generator=g),
+        lambda n, g: torch.randint(1 << 40, (n,), generator=g),
+        lambda n, g: torch.randint(-(1 << 40), 1 << 40, (n,), generator=g),
+        lambda n, g: torch.randperm(1000 * n, generator=g)[:n],
+    ],
+)
+def test_no_generator_is_as_none_given(draw):
+    fast = mycel.jit(lambda x: x * draw(4, None), strict=True)
+    x = torch.ones(4, dtype=torch.float64)
+    torch.manual_seed(3)
+    one, other = fast(x), fast(x)
+    assert not torch.equal(one, other)
+    torch.manual_seed(3)
+    assert torch.equal(fast(x), one)

@@ -263,6 +263,15 @@ def affine(x, scale, shift):
     return x if isinstance(shift, (int, float)) and shift == 0 else o.add(x, shift)
 
 
+def unless_generated(rule):
+    """The rule, for calls that name no generator (`generator=None` is an overload of its own)."""
+
+    def checked(*args, generator=None, **kwargs):
+        return NotImplemented if generator is not None else rule(*args, **kwargs)
+
+    return checked
+
+
 @captures("aten.rand.default")
 def _rand(size, *, dtype=None, **_):
     if dtype is None or not dtype.is_complex:
@@ -315,6 +324,13 @@ def _randint_like_low(x, low, high, *, dtype=None, **_):
 def _randperm(n, *, dtype=torch.int64, **_):
     key, site = draw()
     return _cast(permutation(key, shape=(n,), site=site), dtype or torch.int64)
+
+
+captures("aten.rand.generator")(unless_generated(_rand))
+captures("aten.randn.generator")(unless_generated(_randn))
+captures("aten.randint.generator")(unless_generated(_randint))
+captures("aten.randint.low_generator")(unless_generated(_randint_low))
+captures("aten.randperm.generator")(unless_generated(_randperm))
 
 
 @captures("aten.uniform.default")
