@@ -9,9 +9,10 @@
     python bench/sweep.py --part 1/4          every fourth of them
 
 For each: outputs in train and eval mode, gradients of the loss by torch's autograd and by ours, and two AdamW steps
-(dropout set to zero; what draws random numbers even so is compared in eval mode alone, and its steps are to be finite).
-It passes, passes with an island, is refused, is wrong, or fails with an exception that is none of Mycel's; what torch
-itself cannot run is left out.
+(dropout set to zero; of what draws random numbers even so, losses and gradients of many draws are to have the mean of
+torch's, and its steps are to be finite).  Models and twins are made anew, as closures and hooks hold the model they
+were made with.  It passes, passes with an island, is refused, is wrong, or fails with an exception that is none of
+Mycel's; what torch itself cannot run is left out.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import argparse
 import copy
 import dataclasses
 import multiprocessing
+import random
 import time
 import warnings
 from collections import Counter
@@ -124,7 +126,7 @@ def close(a: torch.Tensor, b: torch.Tensor) -> bool:
 def judge(make: Callable[[], Any]) -> str:
     """What becomes of one model."""
     try:
-        model, twin, batch = tried(make)
+        tried(make)
     except Exception as e:
         if torch.get_default_dtype() == torch.float32:  # it may make tensors of the default type
             torch.set_default_dtype(torch.float64)
@@ -136,7 +138,7 @@ def judge(make: Callable[[], Any]) -> str:
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         try:
-            wrong = compare(model, twin, batch)
+            wrong = compare(make)
         except mycel.errors.MycelError as e:
             return f"refused: {' '.join(str(e).split())[:200]}"
         except Exception as e:
@@ -147,21 +149,25 @@ def judge(make: Callable[[], Any]) -> str:
     return "pass" if island is None else f"island: {' '.join(island.split())[:160]}"
 
 
-def tried(make: Callable[[], Any]) -> tuple[nn.Module, nn.Module, Any]:
-    """A model in double precision and its twin, with a batch on which torch itself can train it."""
+def made(make: Callable[[], Any]) -> tuple[nn.Module, Any]:
+    """A model in double precision and a batch, the same ones at every call."""
     torch.manual_seed(0)
+    random.seed(0)
     model, batch = make()
     model = model.double()
-    batch = wide(batch)
     for dropout in (m for m in model.modules() if isinstance(m, nn.Dropout)):
         dropout.p = 0.0
-    twin = copy.deepcopy(model)
-    wanted = {mode: called(copy.deepcopy(twin).train(mode), batch) for mode in (True, False)}
+    return model, wide(batch)
+
+
+def tried(make: Callable[[], Any]) -> None:
+    """Torch itself can train it."""
+    model, batch = made(make)
+    wanted = {mode: called(copy.deepcopy(model).train(mode), batch) for mode in (True, False)}
     loss_of(wanted[True]).backward()
-    if not finite(copy.deepcopy(twin).train(), batch):
+    if not finite(copy.deepcopy(model).train(), batch):
         raise ValueError("a loss or a gradient is not finite")
-    torch.optim.AdamW(twin.parameters())
-    return model, twin, batch
+    torch.optim.AdamW(model.parameters())
 
 
 def finite(model: nn.Module, batch: Any) -> bool:
@@ -179,14 +185,44 @@ def draws(model: nn.Module, batch: Any, training: bool) -> bool:
     return not all(close(loss, losses[0]) for loss in losses)
 
 
-def compare(model: nn.Module, twin: nn.Module, batch: Any) -> str:
+def sampled(model: nn.Module, fn: Callable[..., Any], batch: Any, count: int) -> tuple[list[str], torch.Tensor]:
+    """Of many draws, loss and a number of each parameter's gradient: how far it goes along one direction."""
+    names = ["loss", *(f"gradient of {name}" for name, _ in model.named_parameters())]
+    along = [torch.randn(p.shape, generator=torch.Generator().manual_seed(0)) for p in model.parameters()]
+    rows = []
+    for seed in range(count):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        loss = loss_of(called(fn, batch))
+        loss.backward()
+        gs = [p.grad for p in model.parameters()]
+        moves = [0.0 if g is None else (g * d).sum().real.item() for g, d in zip(gs, along, strict=True)]
+        rows.append([loss.item(), *moves])
+    return names, torch.tensor(rows, dtype=torch.float64)
+
+
+def compare_draws(make: Callable[[], Any], count: int = 60) -> str:
+    """The first mean of many draws that is not torch's."""
+    (ours, batch), (theirs, _) = made(make), made(make)
+    names, got = sampled(ours.train(), mycel.jit(ours), batch, count)
+    _, want = sampled(theirs.train(), theirs, batch, count)
+    error = ((got.var(0) + want.var(0)) / count).sqrt()
+    for name, x, y, e in zip(names, got.mean(0), want.mean(0), error, strict=True):
+        if (x - y).abs() > 6 * e + 1e-6 * (1 + y.abs()):
+            return f"{name}, mean of {count} draws: {x:.4g} for {y:.4g}, give or take {e:.2g}"
+    return ""
+
+
+def compare(make: Callable[[], Any]) -> str:
     """The first thing that differs from torch: of three calls in each mode (code may count them), and two steps."""
-    random = draws(twin, batch, True)
+    model, batch = made(make)
+    random_steps = draws(model, batch, True)
     for mode in (False, True):
-        if random if mode else draws(twin, batch, False):
+        if random_steps if mode else draws(model, batch, False):
             continue
-        jitted, plain = copy.deepcopy(model).train(mode), copy.deepcopy(twin).train(mode)
-        fast = mycel.jit(jitted)
+        (jitted, _), (plain, _) = made(make), made(make)
+        fast = mycel.jit(jitted.train(mode))
+        plain.train(mode)
         for call in range(3):
             ours, theirs = called(fast, batch), called(plain, batch)
             got, want = list(leaves(ours)), list(leaves(theirs))
@@ -205,13 +241,19 @@ def compare(model: nn.Module, twin: nn.Module, batch: Any) -> str:
                 p.grad is None and q.grad.any() or p.grad is not None and not close(p.grad, q.grad)
             ):
                 return f"gradient of {name} by torch's autograd through jitted code"
+    return compare_draws(make) or compare_steps(make, True) if random_steps else compare_steps(make, False)
+
+
+def compare_steps(make: Callable[[], Any], draws_numbers: bool) -> str:
+    """The first thing that differs from torch in two AdamW steps; of one that draws numbers, a loss that is none."""
+    (model, batch), (twin, _) = made(make), made(make)
     model.train()
     twin.train()
     plain = torch.optim.AdamW(twin.parameters(), lr=1e-3)
     step = mycel.train_step(model, torch.optim.AdamW(model.parameters(), lr=1e-3), compile=False, grads=True)
     for turn in range(2):
         got = step(**batch) if isinstance(batch, dict) else step(*batch)
-        if random:
+        if draws_numbers:
             if not got.isfinite():
                 return f"loss of step {turn}: {got.item()}"
             continue
