@@ -107,28 +107,31 @@ def placed_step(task: Task, given: Plan) -> PlacedStep:
 def _of_replicas(task: Task, given: Plan) -> tuple[Plan, lower.Lowered]:
     """The plan of the ranks that step together, with what they say to others now and then: its share of each step."""
     replica, done = planned(task, given.replica)
-    policy = given.synced()
-    assert policy is not None and replica.predicted is not None
-    clock = plan.Clock(task.hardware, task.hardware.links(given.mesh))
-    beside = policy.overlap * replica.predicted.seconds  # a message of one fragment goes on beside so much
-
-    def of_rank(holds: Callable[[str], bool]) -> tuple[float, float]:
-        """Seconds and bytes of a step, of what a rank says about the tensors that it has."""
-        seconds = sent_bytes = 0.0
-        for message in (
-            each[0] for each in lower.outer_messages(task.program, task.inputs or {}, given, holds) if each
-        ):
-            times, size = clock(message.whole), sum(lower.sent(message.whole).values())
-            computing = times.totals[plan.COMPUTE]
-            waiting = times.seconds - computing
-            at_end = waiting * sum(lower.sent(message.parts[-1]).values()) / max(size, 1.0)  # not begun before
-            seconds += (computing + at_end + max(0.0, waiting - at_end - beside)) / policy.every
-            sent_bytes += size / policy.every
-        return seconds, sent_bytes
-
-    sync = max(of_rank(holds) for holds in _held_by_ranks(done))
+    assert replica.predicted is not None
+    shares = (replicas_share(task, given, replica.predicted.seconds, holds) for holds in _held_by_ranks(done))
+    sync = max(shares)
     predicted = replace(replica.predicted, seconds=replica.predicted.seconds + sync[0], sync=sync)
     return replace(given, decided=replica.decided, predicted=predicted), done
+
+
+def replicas_share(
+    task: Task, given: Plan, step_s: float, holds: Callable[[str], bool] = lambda name: True
+) -> tuple[float, float]:
+    """Seconds and bytes of a step, which itself takes so long, of what a rank says to other replicas about the tensors
+    that it has."""
+    policy = given.synced()
+    assert policy is not None
+    clock = plan.Clock(task.hardware, task.hardware.links(given.mesh))
+    beside = policy.overlap * step_s  # a message of one fragment goes on beside so much
+    seconds = sent_bytes = 0.0
+    for message in (each[0] for each in lower.outer_messages(task.program, task.inputs or {}, given, holds) if each):
+        times, size = clock(message.whole), sum(lower.sent(message.whole).values())
+        computing = times.totals[plan.COMPUTE]
+        waiting = times.seconds - computing
+        at_end = waiting * sum(lower.sent(message.parts[-1]).values()) / max(size, 1.0)  # not begun before
+        seconds += (computing + at_end + max(0.0, waiting - at_end - beside)) / policy.every
+        sent_bytes += size / policy.every
+    return seconds, sent_bytes
 
 
 def _held_by_ranks(done: lower.Lowered) -> list[Callable[[str], bool]]:

@@ -49,7 +49,7 @@ from mycel.plan.cluster import Cluster
 from mycel.plan.names import near
 from mycel.plan.schedule import PipelineTimes, timeline
 from mycel.plan.towers import Tower, towers
-from mycel.planning import LaidOut, Task, placed_step
+from mycel.planning import LaidOut, Task, placed_step, replicas_share
 from mycel.run import without_collector
 from mycel.search_given import Given
 from mycel.search_order import GAIN, SearchOrder
@@ -79,8 +79,8 @@ ONE = Shape()
 
 
 class Search:
-    """Over the plans of one step.  `make(n, compress)`: the step in n microbatches, on one device; its gradients
-    compressed as a plan says it; with `placed=True` in the form in which sub-models are put on ranks of their own."""
+    """Over the plans of one step.  `make(n, said)`: the step in n microbatches, on one device, where a plan says this
+    of messages; with `placed=True` in the form in which sub-models are put on ranks of their own."""
 
     def __init__(
         self,
@@ -96,8 +96,8 @@ class Search:
         self.model, self.optimizer, self.cluster = model, optimizer, cluster
         self.memory, self.compiled, self.say = memory or cluster.memory, compiled, say
         self._written, self.given = given or {}, Given.read(given or {})
-        self._make, self._steps = make, dict[tuple[int, bool, tuple[tuple[str, str], ...]], UnshardedStep]()
-        self._parameters: dict[tuple[bool, int, int, int], dict[str, Any]] = {}
+        self._make, self._steps = make, dict[tuple[int, bool, str], UnshardedStep]()
+        self._parameters: dict[tuple[bool, bool, int, int, int], dict[str, Any]] = {}
         self._stage_pricings: dict[tuple[Hashable, ...], StagePricing] = {}
         self.candidates: dict[Shape, Candidate] = {}  # that were priced
 
@@ -105,11 +105,16 @@ class Search:
 
     def step(self, shape: Shape = ONE) -> UnshardedStep:
         """On one device, as a plan needs it."""
-        key = (shape.microbatches, bool(shape.place), tuple(shape.codecs.items()))
+        said = self._said(shape)
+        key = (shape.microbatches, bool(shape.place), repr(said))
         if key not in self._steps:
             form = {"placed": True} if shape.place else {}
-            self._steps[key] = self._make(shape.microbatches, shape.codecs, **form)
+            self._steps[key] = self._make(shape.microbatches, said, **form)
         return self._steps[key]
+
+    def _said(self, shape: Shape) -> dict[str, Any]:
+        """What the step on one device depends on of the plan of a shape."""
+        return self.given.said_of_program(shape)
 
     @property
     def program(self) -> Program:
@@ -134,7 +139,7 @@ class Search:
         """Of parameters, and of optimiser state."""
         split = shape.world if shape.place else shape.tp * shape.ty * shape.ep * shape.pp
         parameters, state = self.bytes_of("parameter") / split, self.bytes_of("state") / split
-        over = shape.fsdp if shape.fsdp > 1 else shape.dp
+        over = shape.shards
         state = 0.0 if shape.offload else state / (over if shape.zero else 1)
         whole = sum(self.kinds.get(pattern, 0) for pattern, _ in shape.levels) / split if shape.zero == 3 else 0.0
         return (parameters - whole) / (over if shape.zero == 3 else 1) + whole, state
@@ -211,7 +216,8 @@ class Search:
             sizes: dict[str, int] = data["mesh"]
             names = self.given.mesh or [*(axis for axis in AXES if axis in self._axes - {*sizes}), *sizes]
             data["mesh"] = {axis: sizes.get(axis, 1) for axis in names}
-        return {**data, **self.given.passed_on}
+        data |= {"loose": True} if shape.ready else {}
+        return {**data, **self.given.passed_on, **self.given.said(shape)}
 
     @functools.cached_property
     def _axes(self) -> frozenset[str]:
@@ -233,9 +239,13 @@ class Search:
 
     def parameters(self, shape: Shape) -> dict[str, Any]:
         """Layouts over tp, ty and ep, by pattern; those that stay whole are left out."""
-        key = (shape.cp > 1, shape.tp, shape.ty, shape.ep)
+        key = (shape.ready, shape.cp > 1, shape.tp, shape.ty, shape.ep)
+        if shape.ready:
+            self._parameters[key] = self.ready_parameters(shape)
         if key not in self._parameters:
-            alone = replace(shape, zero=0, levels=(), microbatches=1, pp=1, offload=False, compress="", order=())
+            alone = replace(
+                shape, zero=0, levels=(), microbatches=1, pp=1, offload=False, compress="", order=(), sync="", at_once=1
+            )
             entries = None
             if self.shallow is not None:
                 entries = patterns(self._parameter_layouts(alone, self.shallow.base(1)))
@@ -246,10 +256,17 @@ class Search:
             )
         return self._parameters[key]
 
+    def ready_parameters(self, shape: Shape) -> dict[str, Any]:
+        """As ready plans lay them over tp and ep, by pattern, experts over ep."""
+        names = [role.name for role, _ in _parameters(self.program)]
+        there = [axis for axis in ("ep", "tp") if axis in shape.sizes]
+        entries = {k: v for axis in reversed(there) for k, v in Plan.read(axis, shape.mesh).parameters.items()}
+        return {pattern: entry for pattern, entry in entries.items() if any(fnmatchcase(n, pattern) for n in names)}
+
     def _parameter_layouts(self, shape: Shape, unsharded: UnshardedStep) -> dict[str, Layout]:
         """The layouts over tp and ty that cost least, by name; experts lie over ep."""
         given = self._given_parameters
-        ready = Plan.read("ep", Mesh(ep=shape.ep)).parameters if shape.ep > 1 else {}
+        ready = self.ready_parameters(Shape(ep=shape.ep))
         written = Plan.read({**self._data(shape), "loose": True, "parameters": {**given, **ready}})
         names = {role.name: v.shape for role, v in _parameters(unsharded.program)}
         left = [name for name in names if not any(fnmatchcase(name, pattern) for pattern in given)]
@@ -298,6 +315,8 @@ class Search:
 
     def _timed(self, shape: Shape, written: Plan) -> Candidate:
         try:
+            if written.synced() is not None:
+                return self._timed_replicas(shape, written)
             if written.place:
                 return self._timed_places(shape, written)
             if self.shallow is None:
@@ -317,6 +336,14 @@ class Search:
         _refuse_unpriced(written)
         if len(choices := written.compressions()) > 1:
             return min(map(self.priced, choices), key=lambda c: c.seconds)
+        data = written.data()
+        said = {key: data[key] for key in ("gather", "monitor", "sync") if data.get(key)}
+        if "gather" in said:
+            said["zero"] = data["zero"]
+        if "sync" in said:
+            said["mesh"] = written.inside.mesh.sizes()
+        if any(self._written.get(key) != value for key, value in said.items()):
+            return self.otherwise(given=said).priced(written)
         if written.place:
             shape = Shape(
                 place=written.places, zero=written.zero, microbatches=written.microbatches, schedule=written.schedule
@@ -333,6 +360,7 @@ class Search:
             schedule=written.schedule,
             levels=tuple(written.levels.items()),
             at_once=written.at_once,
+            sync=str(written.synced() or ""),
         )
         codec = written.compressed()
         if codec is not None:
@@ -354,7 +382,9 @@ class Search:
             return lambda way: True
         shallow, most = self.shallow, self.memory * (1 + CLOSE)
         known = plan.KnownLayouts()
-        laid_out = [self._laid_out(step, written, known) for step in shallow.steps(shape.microbatches, shape.codecs)]
+        laid_out = [
+            self._laid_out(step, written, known) for step in shallow.steps(shape.microbatches, self._said(shape))
+        ]
         prices = plan.ladder(laid_out[0].costs, written.recompute)[::RUNGS]
         peaks: dict[tuple[Hashable, ...], int] = {}  # several prices may mean the same
 
@@ -370,6 +400,25 @@ class Search:
             return False
 
         return fits
+
+    def _timed_replicas(self, shape: Shape, written: Plan) -> Candidate:
+        """Ranks that step together, and of what these say to others the share of a step."""
+        timed = self._timed(shape, written.replica)
+        if timed.plan is None or timed.times is None:
+            return timed
+        steps = [self.step(shape)] if self.shallow is None else self.shallow.steps(1, self._said(shape))
+        shares = []
+        for step in steps:
+            inputs, _ = ShardedModel(self.model, self.optimizer, written.replica).given(step)
+            task = Task(step.program, step.body, self.cluster.hardware, inputs=inputs)
+            shares.append(replicas_share(task, written, timed.seconds))
+        whole = self.shallow.sum if self.shallow is not None else sum
+        seconds, size = (whole([share[i] for share in shares]) for i in range(2))
+        times, sent = replace(timed.times, seconds=timed.seconds + seconds), dict(timed.sent)
+        link = self.cluster.hardware.links(written.mesh).named["dp"].name
+        sent[link] = sent.get(link, 0.0) + size
+        decided = replace(written, decided=timed.plan.decided, predicted=timed.plan.predicted)
+        return replace(timed, plan=decided, times=times, sent=sent)
 
     def _timed_places(self, shape: Shape, written: Plan) -> Candidate:
         """Sub-models on meshes of their own, beside each other."""
@@ -394,7 +443,9 @@ class Search:
         assert self.shallow is not None
         shallow = self.shallow
         known = plan.KnownLayouts()  # of layers: these are the same in all steps
-        laid_out = [self._laid_out(step, written, known) for step in shallow.steps(shape.microbatches, shape.codecs)]
+        laid_out = [
+            self._laid_out(step, written, known) for step in shallow.steps(shape.microbatches, self._said(shape))
+        ]
         if not are_alike([x.plan for x in laid_out]):
             return None
         pairs = round(shallow.sum([x.pairs for x in laid_out]))
@@ -451,9 +502,10 @@ class Search:
     def _stage_pricing(self, shape: Shape, written: Plan) -> StagePricing:
         """Of the step inside a stage, which plans share whose schedules differ."""
         assert self.shallow is not None
-        key = (shape.microbatches, *shape.codecs.items(), repr(written.inside))
+        key = (shape.microbatches, repr(self._said(shape)), repr(written.inside))
         if key not in self._stage_pricings:
-            laid_out = self._laid_out(self.shallow.base(shape.microbatches, shape.codecs), written.inside)
+            base = self.shallow.base(shape.microbatches, self._said(shape))
+            laid_out = self._laid_out(base, written.inside)
             self._stage_pricings[key] = StagePricing(laid_out, layer_runs(self.model, self.shallow))
         return self._stage_pricings[key]
 
@@ -483,9 +535,9 @@ class Search:
         written = self.written(shape)
         if outcome is None:
             assert self.shallow is not None
-            step, written = self.shallow.base(shape.microbatches, shape.codecs), written.inside
+            step, written = self.shallow.base(shape.microbatches, self._said(shape)), written.inside
             with unchecked():
-                outcome = self._laid_out(step, written).under([candidate.price])
+                outcome = self._laid_out(step, written.replica).under([candidate.price])
             kept = ", ".join(f"{x.kept} of {len(x.module)}" for x in self.shallow.lists)
             what = f"Drawn with {kept} layers: the others are like these."
             what += " Of a pipeline, as if its ranks had one stage." if shape.pp > 1 else ""
@@ -556,10 +608,15 @@ class Search:
         return self.otherwise(cluster=self.cluster.one_host)
 
     def otherwise(
-        self, cluster: Cluster | None = None, memory: int | None = None, without: Collection[str] = ()
+        self,
+        cluster: Cluster | None = None,
+        memory: int | None = None,
+        without: Collection[str] = (),
+        given: Mapping[str, Any] | None = None,
     ) -> Search:
-        """The same search on other devices, with more memory, or with less given."""
-        given = {name: said for name, said in self._written.items() if name not in without}
+        """The same search on other devices, with more memory, with less given or something else."""
+        given = self._written if given is None else given
+        given = {name: said for name, said in given.items() if name not in without}
         memory = memory or self.memory
         other = Search(self.model, self.optimizer, self._make, cluster or self.cluster, memory, given, self.compiled)
         other._steps, other.shallow = self._steps, self.shallow
@@ -624,11 +681,10 @@ def _refuse_unpriced(written: Plan) -> None:
     """PlanError for steps that are not all alike: no one figure says what they take."""
     said = next((how for how in written.compress.values() if not isinstance(how, str)), None)
     said = "when" if "when" in written.compress else said
-    if said is not None or written.synced() is not None:
-        key, entry = ("sync", written.sync) if said is None else ("compress", written.compress)
+    if said is not None:
         raise PlanError(
-            f"{key}: {dict(entry)}: a step is priced where all travels in one way in each step\n"
-            f"  try       the plan without {key}, or with one codec: compress: {{dp: int8+ef}}"
+            f"compress: {dict(written.compress)}: a step is priced where all travels in one way in each step\n"
+            "  try       the plan without compress, or with one codec: compress: {dp: int8+ef}"
         )
 
 

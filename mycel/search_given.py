@@ -7,10 +7,14 @@ place                         sub-models on ranks of their own, as in a plan; or
 offload                       what may lie on the host, in every plan that is looked at
 compress                      a codec by axis, or `auto`: the search picks one, or none.  Gradients that travel
                               encoded are not quite the same, so it is never picked unasked
-batch, parameters, activations, sums, recompute
+gather                        with ZeRO of a level under which parameters travel so
+send                          where there are stages, or experts on several ranks
+at_once                       two microbatches at once in every plan, or in none
+sync                          along dp, the slowest axis: as many replicas as the mesh says, or one for each host
+batch, parameters, activations, sums, recompute, monitor
 
-An axis that layouts, the batch or ZeRO name has several ranks in every plan that is looked at; one that hints in the
-model's code name is there, be it with one rank.
+An axis that layouts, the batch, ZeRO, `gather` or `sync` name has several ranks in every plan that is looked at; one
+that hints in the model's code name is there, be it with one rank.
 """
 
 from __future__ import annotations
@@ -20,18 +24,33 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mycel.errors import PlanError
-from mycel.ir import Axes, read_dims
-from mycel.plan.compression import AUTO, CANDIDATES, EXACT, auto_budget, read_codec, usual_loss
+from mycel.ir import Axes, Mesh, read_dims
+from mycel.plan.cluster import Cluster
+from mycel.plan.compression import (
+    AUTO,
+    CANDIDATES,
+    EXACT,
+    auto_budget,
+    read_codec,
+    read_gather,
+    read_monitor,
+    read_send,
+    usual_loss,
+)
 from mycel.plan.names import near
 from mycel.plan.places import Place, read_places
-from mycel.plan.plan import KEYS, STAGE_AXIS, refuse_number_at_once
+from mycel.plan.plan import STAGE_AXIS, refuse_number_at_once
 from mycel.plan.schedule import stages_a_rank
-from mycel.plan.synchronising import read_policy
+from mycel.plan.synchronising import EVERY_STEP, SyncPolicy, read_sync, refuse_layouts
 from mycel.plan.zero import read_zero
-from mycel.search_space import AXES, BATCH, Shape
+from mycel.search_space import AXES, BATCH, LEVELS, Shape
 
-PASSED_ON = ("batch", "parameters", "activations", "sums", "recompute")
-KNOWN = ("mesh", "zero", "microbatches", "stages", "schedule", "place", "offload", "compress", *PASSED_ON)
+PASSED_ON = ("batch", "parameters", "activations", "sums", "recompute", "monitor")
+KNOWN = (
+    "mesh", "zero", "microbatches", "at_once", "stages", "schedule", "place", "offload", "compress", "gather", "send",
+    "sync", *PASSED_ON,
+)  # fmt: skip
+ALSO = {"tx": "tp"}  # axes of ready plans, and what the search calls them
 FOLLOWS = ("loose", "decided", "predicted")  # from the rest, or anew
 SCHEDULES = ("1f1b", "interleaved", "zbv")
 
@@ -41,7 +60,7 @@ class Given:
     """None: the search decides."""
 
     mesh: Mapping[str, int] | None = None
-    zero: int | None = None
+    zeros: tuple[int, ...] = LEVELS  # that there may be
     microbatches: int | None = None
     stages: int | None = None  # of all ranks together
     schedule: str | None = None
@@ -56,31 +75,52 @@ class Given:
     along: str = ""  # gradients are encoded
     batch: tuple[Axes, ...] | None = None  # the axes of each dim, of all its tensors together
     axes: frozenset[str] = frozenset()  # that have several ranks
+    at_once: int | None = None
+    gather: Mapping[str, Any] = field(default_factory=dict)
+    send: Mapping[str, str] = field(default_factory=dict)
+    sync: SyncPolicy | None = None
 
     @staticmethod
     def read(data: Mapping[str, Any]) -> Given:
         for name in data:
             if name not in (*KNOWN, *FOLLOWS):
-                _refuse_misspelt(name, data[name])
-                whole = "a whole plan, with its mesh, for  mycel train"
                 raise PlanError(
                     f"the search decides nothing beside {name!r}\n  known     {', '.join(KNOWN)}\n"
-                    f"  try       {whole if name in KEYS else near(name, KNOWN, whole)}"
+                    f"  try       {near(name, KNOWN, 'a whole plan, with its mesh, for  mycel train')}"
                 )
+        data = _with_known_axes(data)
         mesh, zero, parts = _mesh(data.get("mesh")), data.get("zero"), data.get("microbatches")
         if parts is not None and (not isinstance(parts, int) or isinstance(parts, bool) or parts < 1):
             raise PlanError(f"microbatches: {parts!r}\n  try       a whole number, at least 1")
+        at_once = data.get("at_once")
+        refuse_number_at_once(at_once or 1)
+        if parts is not None and parts % (at_once or 1):
+            raise PlanError(f"at_once: {at_once}, but microbatches: {parts}\n  try       microbatches: {parts + 1}")
         level, over, levels = read_zero(zero, "the plan")
+        zeros: tuple[int, ...] = (level,) if zero is not None else LEVELS
         over = over if level else ()
+        gather = dict(data.get("gather") or {})
+        if gather:
+            zeros, over = _gathering(gather, zeros, over, mesh)
+        sync = _synced(data.get("sync"), mesh)
+        if sync is not None and sync.has_replicas:
+            refuse_layouts(sync, {}, [], f"zero: {zero}" if sync.axis in over else "")
+            if data.get("stages") not in (None, 1):
+                raise PlanError(
+                    f"sync: {sync.axis}: {sync}, and stages: {data['stages']}: replicas that are pipelines are not "
+                    "searched\n  try       the plan without one of them, or a whole plan, with its mesh, for  mycel train"
+                )
+        read_monitor(data.get("monitor"))
         for axis in over:
             _refuse_axis(f"zero: {zero}", axis, mesh, BATCH)
         batch = _batch(data.get("batch"), mesh)
         named = {*over, *(axis for dim in batch or () for axis in dim), *_axes_of_layouts(data, mesh)}
+        named |= {sync.axis} if sync is not None else set()
         offload = data.get("offload")
         codecs, is_compressed, along = _codecs(data.get("compress"), mesh)
         return Given(
             mesh or None,
-            level if zero is not None else None,
+            zeros,
             parts,
             *_stages(data),
             None if offload in (None, "none") else offload,
@@ -93,12 +133,17 @@ class Given:
             along=along,
             batch=batch,
             axes=frozenset(axis for axis in named if mesh.get(axis, 2) > 1),
+            at_once=at_once,
+            gather=gather,
+            send=read_send(data.get("send"), has_stages=True),
+            sync=sync,
         )
 
     @property
     def may_place(self) -> bool:
         """Does nothing that is given keep sub-models from ranks of their own?"""
         fixed = self.mesh is not None or self.stages is not None or self.offload is not None or self.is_compressed
+        fixed = fixed or bool(self.gather or self.send or self.sync) or self.at_once == 2
         return not (fixed or self.axes - {"dp"} or {"parameters", "activations"} & self.passed_on.keys())
 
     @property
@@ -114,6 +159,8 @@ class Given:
 
     def applied(self, shape: Shape) -> Shape:
         """A plan as it is with what is given of it."""
+        if self.at_once is not None:
+            shape = replace(shape, at_once=self.at_once)
         if self.is_compressed and self.may_encode(shape):
             shape = self.encoded(shape, self.codecs[0])
         if self.levels and shape.over:
@@ -126,7 +173,33 @@ class Given:
             return True
         same_batch = self.batch is None or _split(self.batch) == _split(read_dims(shape.batch, "batch"))
         same_over = not self.over or {*replace(shape, zero=shape.zero or 1).over} == {*self.over}
-        return same_batch and same_over and self.axes <= {*shape.sizes}
+        is_woven_on_device = self.at_once == 2 and shape.offload
+        return same_batch and same_over and self.axes <= {*shape.sizes} and not is_woven_on_device
+
+    def replicas(self, cluster: Cluster) -> int:
+        """How many models there are: 1 where all ranks step together."""
+        if self.sync is None or not self.sync.has_replicas:
+            return 1
+        return self.mesh[self.sync.axis] if self.mesh else cluster.hosts if cluster.hosts > 1 else cluster.world
+
+    def said(self, shape: Shape) -> dict[str, Any]:
+        """What the plan of a shape says of messages, where it has them."""
+        said: dict[str, Any] = {"gather": self.gather} if shape.over == tuple(self.gather) else {}
+        there = [name for name, n in (("stages", shape.pp), ("experts", shape.ep)) if name in self.send and n > 1]
+        said |= {"send": {name: self.send[name] for name in there}} if there else {}
+        is_late = self.sync is not None and not self.sync.has_replicas and shape.dp > 1
+        return said | ({"sync": {"dp": str(self.sync)}} if is_late else {})
+
+    def said_of_program(self, shape: Shape) -> dict[str, Any]:
+        """What of a plan the step on one device depends on."""
+        if shape.world == 1:
+            return {}
+        data = {**shape.data(), **self.passed_on, **self.said(shape)}
+        keys = ("compress", "gather", "monitor", "sync", *(("zero",) if "gather" in data else ()))
+        said = {key: data[key] for key in keys if data.get(key)}
+        if shape.sync:
+            said["mesh"] = {"dp": shape.dp, "fsdp": shape.world // shape.dp}
+        return said
 
     def may_encode(self, shape: Shape) -> bool:
         """Are there several ranks along the axis on which gradients are encoded?"""
@@ -230,14 +303,55 @@ def _refuse_axis(where: str, axis: Any, mesh: Mapping[str, int], known: tuple[st
         raise PlanError(f"{where}: {what}\n{shown}  try       {hint}")
 
 
-def _refuse_misspelt(name: str, said: Any) -> None:
-    """PlanError for what is wrong with a key of a plan that the search does not decide: no whole plan could have it."""
-    if name == "sync" and isinstance(said, Mapping):
-        for axis, policy in said.items():
-            read_policy(axis, policy)
-            _refuse_axis("sync", axis, {}, BATCH)
-    elif name == "at_once":
-        refuse_number_at_once(said)
+def _with_known_axes(data: Mapping[str, Any]) -> dict[str, Any]:
+    """With the names that the search has for axes."""
+    there = dict(data)
+    mesh = there.get("mesh")
+    if isinstance(mesh, Mapping) and any(axis in mesh for axis in ALSO):
+        there["mesh"] = {ALSO.get(axis, axis): n for axis, n in mesh.items()}
+    for kind in ("parameters", "activations"):
+        entries = there.get(kind)
+        if isinstance(entries, Mapping):
+            there[kind] = {name: _renamed(entry, f"{kind}: {name}") for name, entry in entries.items()}
+    return there
+
+
+def _renamed(entry: Any, where: str) -> Any:
+    dims = read_dims(entry, where)
+    if not any(axis in ALSO for dim in dims for axis in dim):
+        return entry
+    return [".".join(ALSO.get(axis, axis) for axis in dim) or "-" for dim in dims]
+
+
+def _gathering(
+    gather: Mapping[str, Any], zeros: tuple[int, ...], over: Axes, mesh: Mapping[str, int]
+) -> tuple[tuple[int, ...], Axes]:
+    """The levels of ZeRO under which parameters travel as `gather` says, and over which axis."""
+    axis, *others = gather
+    if others:
+        raise PlanError(f"gather: names {', '.join(gather)}\n  try       one axis, such as  gather: {{{axis}: int8}}")
+    _refuse_axis("gather", axis, mesh, BATCH)
+    over = over or (axis,)
+    sizes = Mesh(dict.fromkeys((axis, *over), 2))
+    levels, why = [], PlanError("")
+    for level in zeros:
+        try:
+            read_gather(gather, sizes, level, over)
+            levels.append(level)
+        except PlanError as e:
+            why = e
+    if not levels:
+        raise why
+    return tuple(levels), over
+
+
+def _synced(entry: Any, mesh: Mapping[str, int]) -> SyncPolicy | None:
+    """How ranks along dp become one model, where they do not step together."""
+    if isinstance(entry, Mapping):
+        entry = {axis: policy for axis, policy in entry.items() if policy != EVERY_STEP}
+        for axis in entry:
+            _refuse_axis("sync", axis, mesh, ("dp",))
+    return read_sync(entry, Mesh(dict.fromkeys(entry, 2)) if isinstance(entry, Mapping) else Mesh(), list(entry or ()))
 
 
 def _codecs(entry: Any, mesh: Mapping[str, int]) -> tuple[tuple[str, ...], bool, str]:

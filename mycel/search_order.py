@@ -51,6 +51,7 @@ class Pricing(Protocol):
     @property
     def kinds(self) -> Mapping[str, int]: ...
     def held(self, shape: Shape) -> float: ...
+    def ready_parameters(self, shape: Shape) -> Mapping[str, Any]: ...
 
 
 class SearchOrder:
@@ -59,10 +60,12 @@ class SearchOrder:
     def __init__(self, search: Pricing) -> None:
         self.search, self.given, self.space = search, search.given, search.space
         self.memory = search.memory or float("inf")
+        self.replicas = search.given.replicas(search.cluster)
+        self.sync = str(search.given.sync) if self.replicas > 1 else ""
 
     def __iter__(self) -> Iterator[Shape]:
         looked_at = self._in_places() if self.given.place else self._staged() if self.given.pp > 1 else self._all()
-        return (self.given.applied(shape) for shape in looked_at if self.given.holds(shape))
+        return (self.given.applied(shape) for shape in looked_at if self._holds(shape))
 
     def _all(self) -> Iterator[Shape]:
         meshes = list(self.meshes())
@@ -80,13 +83,17 @@ class SearchOrder:
         else:
             yield from self._held_whole(self._best())
             yield from self._encoded()
+        best = self._best().shape
+        if best.tp > 1 and not best.place and self.search.ready_parameters(best):
+            # layouts were compared by prices that leave out what is begun early
+            yield replace(best, ready=True)
 
     def _everything(self, meshes: list[Shape]) -> Iterator[Shape]:
         """Meshes on all wires, with all levels of ZeRO and codecs, in one microbatch or two."""
         space, is_free = self.space, self.given.mesh is None
         for mesh in meshes:
-            levels = LEVELS if self.given.zero is None else (self.given.zero,)
-            for zero in levels if mesh.dp > 1 else levels[:1]:
+            levels = self.given.zeros
+            for zero in levels if mesh.shards > 1 else levels[:1]:
                 first = replace(mesh, zero=zero)
                 others = (*space.orders(first), *space.hybrids(first)) if is_free else ()
                 for shape, count in itertools.product((first, *others), self._counts(mesh)[:2]):
@@ -128,7 +135,9 @@ class SearchOrder:
         """Without ZeRO and microbatches, small tp first."""
         fixed, world = self.given.mesh, self.space.world
         if fixed is None:
-            yield from filter(self.given.holds, self.space.meshes(self.given.axes))
+            named = self.given.axes | ({"fsdp"} if self.sync else set())  # the batch inside a replica
+            there = (replace(shape, sync=self.sync) for shape in self.space.meshes(named))
+            yield from (shape for shape in there if self._may_be(shape))
             return
         if (count := Mesh(fixed).world * self.given.pp) != world:
             stages = f" in each of {self.given.pp} stages" if self.given.pp > 1 else ""
@@ -140,8 +149,19 @@ class SearchOrder:
         shape = Shape(**sizes)
         order = tuple(a for a, n in fixed.items() if n > 1)
         shape = shape if order == shape.default_order else replace(shape, order=order)
-        if self.space.has(shape) and self.given.holds(shape):
+        shape = replace(shape, sync=self.sync)
+        if self.space.has(shape) and self._may_be(shape):
             yield shape
+
+    def _may_be(self, shape: Shape) -> bool:
+        """Has a mesh what is given, and can its batch be cut as that says?"""
+        return self._holds(shape) and bool(self._counts(shape))
+
+    def _holds(self, shape: Shape) -> bool:
+        """Has a plan what is given, with as many replicas, whose ranks lie together?"""
+        if self.sync and (shape.dp != self.replicas or shape.pp > 1 or next(iter(shape.sizes)) != "dp"):
+            return False
+        return self.given.holds(shape)
 
     def _sizes(self, meshes: list[Shape]) -> Iterator[Shape]:
         """More cp and then more tp as long as that helps, with microbatches as memory asks for them."""
@@ -182,23 +202,23 @@ class SearchOrder:
 
     def _level(self, mesh: Shape) -> int:
         """Of ZeRO, to begin with."""
-        if self.given.zero is not None:
-            return self.given.zero
-        return 3 if mesh.dp > 1 else 0
+        zeros = self.given.zeros
+        return max(zeros) if mesh.shards > 1 or len(zeros) == 1 else 0
 
     def _counts(self, mesh: Shape) -> list[int]:
-        return [self.given.microbatches] if self.given.microbatches else self.space.microbatches(mesh)
+        counts = [self.given.microbatches] if self.given.microbatches else self.space.microbatches(mesh)
+        return [n for n in counts if n % (self.given.at_once or 1) == 0]
 
     def _levels(self) -> Iterator[Shape]:
         """For the fastest, and those that fewer messages could make so, all levels of ZeRO, as long as that helps."""
         helped = True  # did a lower level help, where it was tried?
         limit = self.fastest() * WORSE
         # gathering parameters is a third of what level 3 sends, and more of its messages
-        near = [c for c in self._fitting() if c.seconds - c.exposed / 2 <= limit and c.shape.dp > 1]
+        near = [c for c in self._fitting() if c.seconds - c.exposed / 2 <= limit and c.shape.shards > 1]
         for shape in [c.shape for c in near[: RUNNERS_UP + 1]]:
             if not helped:
                 break
-            levels = [] if self.given.zero is not None or shape.dp == 1 else sorted(LEVELS, reverse=True)
+            levels = sorted(self.given.zeros, reverse=True) if shape.shards > 1 else []
             first = before = self._priced(shape).seconds
             for zero in levels:
                 # without microbatches a gradient is there once: level 2 is level 1
@@ -251,7 +271,7 @@ class SearchOrder:
         """Of ZeRO 3: kinds of parameters that are not gathered, as many as there is memory for; small ones first, whose
         messages take longest for what they bring."""
         shape = best.shape
-        if shape.zero != 3 or shape.levels or self.given.zero is not None or self.search.memory is None:
+        if shape.zero != 3 or shape.levels or self.given.zeros != LEVELS or self.search.memory is None:
             return
         if not best.fits or best.exposed < GAIN * best.seconds:
             return
@@ -297,7 +317,7 @@ class SearchOrder:
                 bubbles = 1 + (staged.pp - 1) / (2 * staged.microbatches)  # of interleaved stages
                 if search.bound * bubbles > self.fastest() or search.held(staged) > self.memory:
                     continue
-                if not self.given.holds(staged):
+                if not self._holds(staged):
                     continue
                 yield staged
                 seconds = self._priced(staged).seconds
@@ -323,7 +343,7 @@ class SearchOrder:
                 f"place: {shape.world} ranks, the cluster has {self.space.world}\n"
                 f"  the ranks {shape}\n  try       --cluster with {shape.world} devices"
             )
-        levels = LEVELS if given.zero is None else (given.zero,)
+        levels = given.zeros
         for zero in levels if any(p.mesh.sizes().get("dp", 1) > 1 for p in given.place) else levels[:1]:
             if zero != 2 or count > 1:
                 yield replace(shape, zero=zero)
@@ -361,9 +381,9 @@ class SearchOrder:
     def _on_so_many(self, modules: Sequence[tuple[str, ...]], counts: Sequence[int]) -> Iterator[Shape]:
         """Groups of modules on so many ranks each, with parameters split over these where they do not fit whole."""
         place = on_ranks_of_their_own(modules, counts)
-        shape = Shape(place=place, microbatches=self.given.microbatches or 1, zero=self.given.zero or 0)
+        shape = Shape(place=place, microbatches=self.given.microbatches or 1, zero=self.given.zeros[0])
         yield shape
-        if self.given.zero is None and not self._priced(shape).fits:
+        if self.given.zeros == LEVELS and not self._priced(shape).fits:
             yield replace(shape, zero=3)
 
     def _staged(self) -> Iterator[Shape]:
@@ -382,8 +402,8 @@ class SearchOrder:
             )
         inside = SearchSpace(space.world // pp, space.devices, space.rows, space.length, space.experts, space.layers)
         meshes = self.meshes() if self.given.mesh is not None else inside.meshes(self.given.axes)
-        for mesh in filter(self.given.holds, meshes):
-            zero = self.given.zero if self.given.zero is not None else int(mesh.dp > 1)
+        for mesh in filter(self._holds, meshes):
+            zero = self.given.zeros[0] if len(self.given.zeros) == 1 else int(mesh.shards > 1)
             counts = [n for n in self._counts(mesh) if n >= pp]
             if not counts:
                 continue
@@ -404,7 +424,7 @@ class SearchOrder:
         axes = [axis for axis in AXES if axis in given.axes]
         named = f" with {', '.join(axes)}" if axes else ""
         batch = {"batch": given.passed_on["batch"]} if given.batch is not None else {}
-        held = batch | ({"zero": f"{given.zero} over {'.'.join(given.over)}"} if given.over else {})
+        held = batch | ({"zero": f"{given.zeros[-1]} over {'.'.join(given.over)}"} if given.over else {})
         kept = "".join(f"  given     {name}: {said}\n" for name, said in held.items())
         raise PlanError(
             f"no mesh of {self.space.world} devices{stages}{named} divides a batch of {self.space.rows} rows\n{kept}"

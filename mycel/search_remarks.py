@@ -63,7 +63,7 @@ def _with_encoded_gradients(search: Searching, best: Candidate) -> Iterator[str]
 def _on_fewer_devices(search: Searching, best: Candidate) -> Iterator[str]:
     """Where ranks wait for other hosts, and one host could compute it all in less time: would it?"""
     given, cluster = search.given, search.cluster
-    is_fixed = given.mesh is not None or given.pp > 1 or bool(given.place)
+    is_fixed = given.mesh is not None or given.pp > 1 or bool(given.place) or given.sync is not None
     if is_fixed or cluster.hosts == 1 or best.exposed < WAITING * best.seconds:
         return
     limit = (1 - WAITING / 2) * best.seconds

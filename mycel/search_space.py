@@ -1,6 +1,7 @@
 """The plans a search looks at: how many devices split what, and the steps from one such plan to its neighbours.
 
-dp      the batch                               zero    over dp, or over fsdp where dp is split in two
+dp      the batch                               zero    over dp, or over fsdp where dp is split in two or ranks along
+                                                        it have models of their own
 fsdp    the batch, and what ZeRO splits         cp      the sequence
 ep      the batch, and experts                  tp      parameters; with ty in two dims
 pp      stages of a pipeline, each on a mesh of the rest
@@ -35,6 +36,8 @@ class Shape:
     at_once   of the microbatches: two, of which one computes while the other waits for ranks
     compress  how gradients travel, along `along` or between the ranks that share no wire faster than the slowest
     levels    of ZeRO, of patterns of parameters that have another than `zero`
+    sync      ranks along dp take steps of their own, and become one model so
+    ready     parameters over tp lie as in the ready plan, not as is cheapest by their own prices
     """
 
     dp: int = 1
@@ -54,6 +57,8 @@ class Shape:
     levels: tuple[tuple[str, int], ...] = ()
     place: tuple[Place, ...] = ()
     at_once: int = 1
+    sync: str = ""
+    ready: bool = False
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -77,11 +82,22 @@ class Shape:
         return self.dp * self.fsdp * self.ep
 
     @property
+    def shards(self) -> int:
+        """Ranks that split the batch and could split what ZeRO does, beside those of experts."""
+        return self.fsdp if self.fsdp > 1 or self.sync else self.dp
+
+    @property
     def over(self) -> tuple[str, ...]:
         """The axes of ZeRO."""
         if not self.zero or self.place:
             return ("dp",) if self.zero else ()
-        return tuple(a for a in (("fsdp", "ep") if self.fsdp > 1 else ("dp", "ep")) if getattr(self, a) > 1)
+        batch = "fsdp" if self.fsdp > 1 or self.sync else "dp"
+        return tuple(a for a in (batch, "ep") if getattr(self, a) > 1)
+
+    @property
+    def of_replica(self) -> Shape:
+        """That of the ranks that step together."""
+        return replace(self, dp=1, sync="") if self.sync else self
 
     @property
     def batch(self) -> list[str]:
@@ -102,6 +118,7 @@ class Shape:
             data |= {"stages": self.pp * stages_a_rank(self.schedule), "schedule": self.schedule}
         data |= {"offload": "auto"} if self.offload else {}
         data |= {"compress": self.codecs} if self.compress else {}
+        data |= {"sync": {"dp": self.sync}} if self.sync else {}
         return data
 
     @property
@@ -128,6 +145,8 @@ class Shape:
         said += [self.schedule] if self.pp > 1 or (self.place and self.schedule != "1f1b") else []
         said += ["offload"] if self.offload else []
         said += [f"{self.compress} along {self.compressed}"] if self.compress else []
+        said += [f"{self.sync} along dp"] if self.sync else []
+        said += ["parameters as in the ready plan"] if self.ready else []
         return ", ".join(said)
 
     @property
@@ -251,17 +270,23 @@ def on_ranks_of_their_own(groups: Sequence[tuple[str, ...]], counts: Sequence[in
     return read_places(entries)
 
 
-def any_plan(
-    world: int, compress: Mapping[str, str], placed: bool = False, sizes: Mapping[str, int] | None = None
-) -> Plan:
+def any_plan(world: int, said: Mapping[str, Any], placed: bool = False, sizes: Mapping[str, int] | None = None) -> Plan:
     """Of so many ranks, on the mesh that is given: the program of one device depends on it only where regions are
-    spread by hand; on how gradients travel, and on whether sub-models have ranks of their own."""
+    spread by hand; on what is `said` of how gradients and updates travel and of what is watched; and on whether
+    sub-models have ranks of their own."""
     if placed:
-        return Plan.read({"place": {"-": [0], REST: [f"1..{world - 1}"]}})
-    axis = next(iter(compress), "dp")
-    mesh = dict(sizes) if sizes and Mesh(sizes).world > 1 else {axis: world}
-    batch = [axis if axis in mesh else "-"]
-    return Plan.read({"mesh": mesh, "batch": batch, "compress": dict(compress)})
+        return Plan.read({"place": {"-": [0], REST: [f"1..{world - 1}"]}, **said})
+    named = [axis for key in ("compress", "gather", "sync") for axis in said.get(key) or ()] or ["dp"]
+    mesh = said.get("mesh") or (dict(sizes) if sizes and Mesh(sizes).world > 1 else _over(named, world))
+    batch = [".".join(axis for axis in mesh if axis in named) or "-"]
+    return Plan.read({**said, "mesh": mesh, "batch": batch})
+
+
+def _over(axes: Sequence[str], ranks: int) -> dict[str, int]:
+    """A mesh of so many ranks with several along each axis, where there are enough."""
+    first, *others = (axis for axis in AXES if axis in axes)
+    inside = next((n for n in divisors(ranks)[1:-1]), 1) if others else 1
+    return {first: ranks // inside, **(_over(others, inside) if others else {})}
 
 
 def shares(work: Sequence[float], ranks: int) -> list[int]:

@@ -31,13 +31,13 @@ LISTS = 3  # at most
 
 
 class Make(Protocol):
-    """The step in so many microbatches, gradients compressed so; `placed`: in the form in which sub-models are put on
-    ranks of their own."""
+    """The step in so many microbatches, where a plan says this of messages; `placed`: in the form in which sub-models
+    are put on ranks of their own."""
 
-    def __call__(self, microbatches: int, compress: Mapping[str, str], /, placed: bool = ...) -> UnshardedStep: ...
+    def __call__(self, microbatches: int, said: Mapping[str, Any], /, placed: bool = ...) -> UnshardedStep: ...
 
 
-EXACTLY: Mapping[str, str] = {}
+NOTHING: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -87,20 +87,20 @@ class Shallow:
         more = [x.left_out for x in self.lists]
         return [1 - sum(more), *more]
 
-    def steps(self, microbatches: int, compress: Mapping[str, str] = EXACTLY) -> list[UnshardedStep]:
+    def steps(self, microbatches: int, said: Mapping[str, Any] = NOTHING) -> list[UnshardedStep]:
         """The base, and for each list the step with one period more of it."""
-        return [self.base(microbatches, compress), *(self._step(microbatches, compress, x) for x in self.lists)]
+        return [self.base(microbatches, said), *(self._step(microbatches, said, x) for x in self.lists)]
 
-    def base(self, microbatches: int, compress: Mapping[str, str] = EXACTLY) -> UnshardedStep:
+    def base(self, microbatches: int, said: Mapping[str, Any] = NOTHING) -> UnshardedStep:
         """The step with `FEW` entries left of each list."""
-        return self._step(microbatches, compress)
+        return self._step(microbatches, said)
 
-    def _step(self, microbatches: int, compress: Mapping[str, str], longer: LayerList | None = None) -> UnshardedStep:
+    def _step(self, microbatches: int, said: Mapping[str, Any], longer: LayerList | None = None) -> UnshardedStep:
         """With one period more of a list, or of none."""
-        key = (longer and id(longer.module), microbatches, *compress.items())
+        key = (longer and id(longer.module), microbatches, repr(said))
         if key not in self._steps:
             with shortened({x.module: x.kept + x.period * (x is longer) for x in self.lists}):
-                self._steps[key] = self.make(microbatches, compress)
+                self._steps[key] = self.make(microbatches, said)
         return self._steps[key]
 
     def stands_for(self, programs: Sequence[Program], whole: Program) -> bool:

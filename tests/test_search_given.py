@@ -16,10 +16,12 @@ import mycel
 from mycel import search_text
 from mycel.errors import PlanError
 from mycel.ir import Mesh, call
+from mycel.parts import ShardedModel
 from mycel.plan import Plan
 from mycel.plan.clock import WORKSPACE
 from mycel.plan.cluster import Cluster
 from mycel.plan.compression import CANDIDATES
+from mycel.planning import Task, planned
 from mycel.search_given import Given
 from mycel.search_remarks import remarked
 from mycel.sizes import parse_bytes, span
@@ -62,6 +64,60 @@ def test_codecs_are_picked_where_asked_for_and_quicker():
     assert of(Two(), batch(), fast, given={"mesh": {"dp": 4}, "compress": "auto"}).run().best.shape.compress == ""
 
 
+@pytest.mark.parametrize(
+    ("given", "holds"),
+    [
+        ({"at_once": 2}, lambda p: p.at_once == 2 and p.microbatches % 2 == 0),
+        ({"at_once": 1}, lambda p: p.at_once == 1),
+        ({"gather": {"dp": "int8"}}, lambda p: p.zero == 3 and p.over == ("dp",) and p.gather),
+        ({"gather": {"dp": "int8+ef"}}, lambda p: p.zero in (1, 2) and p.over == ("dp",) and p.gather),
+        ({"stages": 2, "send": {"stages": "int8"}}, lambda p: p.sent_codecs() == {"stages": "int8"}),
+        ({"monitor": ["noise"]}, lambda p: p.monitored() == {"noise"}),
+        ({"sync": {"dp": "delayed()"}}, lambda p: p.delayed() is not None and p.mesh["dp"] > 1),
+        ({"sync": {"dp": "diloco(H=4)"}}, lambda p: p.synced().kind == "diloco" and p.mesh["dp"] == 2),
+        ({"sync": {"dp": "local(H=4)"}, "mesh": {"dp": 4}}, lambda p: p.synced() and p.mesh["dp"] == 4),
+        ({"sync": {"dp": "diloco(H=4)"}, "compress": {"dp": "int8+ef"}}, lambda p: p.synced() and p.compress),
+    ],
+    ids=lambda x: str(x) if isinstance(x, dict) else "",
+)
+def test_what_is_said_of_messages_holds_in_every_plan(given, holds):
+    """And each of them is priced as the plan it is, when that is checked; some of what is given costs something."""
+    plan_search = of(Two(), batch(), CRAWLING, given=given)
+    fitting = [c for c in plan_search.run().candidates if c.fits]
+    assert fitting and all(holds(c.plan) for c in fitting)
+    free = of(Two(), batch(), CRAWLING)
+    for candidate in fitting[:3]:
+        assert free.priced(candidate.plan.given).seconds == pytest.approx(candidate.seconds)
+
+
+def test_replicas_are_priced_as_their_step_predicts_it():
+    """Gradients stay inside a host, and what the hosts say to each other comes on top."""
+    given = {"sync": {"dp": "local(H=4)"}}
+    crawling = {**CRAWLING, "levels": [{**CRAWLING["levels"][0], "name": "inside"}, CRAWLING["levels"][1]]}
+    plan_search = of(Two(), batch(), crawling, given=given)
+    answer = plan_search.run()
+    best = answer.best
+    step = plan_search.step(best.shape)
+    inputs, gathered = ShardedModel(plan_search.model, plan_search.optimizer, best.plan.replica).given(step)
+    hardware = plan_search.cluster.hardware
+    task = Task(step.program, step.body, hardware, plan_search.compiled, inputs, gathered, outlines=False)
+    predicted, _ = planned(task, best.plan.given)
+    assert best.seconds == pytest.approx(predicted.predicted.seconds)
+    every = of(Two(), batch(), CRAWLING).run().best
+    assert best.seconds < every.seconds and answer.bound <= best.seconds
+    held = best.shape.tp * (best.shape.fsdp if best.shape.zero == 3 else 1)
+    parameters = 4 * (64 * 256 * 2) / held
+    assert best.sent["network"] == pytest.approx(parameters / 4, rel=0.01)  # to the other host, every fourth step
+
+
+def test_axes_of_ready_plans_in_two_dims_are_known():
+    planes = {"up.weight": ["tx", "ty"], "down.weight": ["ty", "tx"]}
+    for given in ({"parameters": planes}, {"parameters": planes, "mesh": {"tx": 2, "ty": 2}}):
+        answer = of(Two(), batch(), SLOW, given=given).run()
+        assert answer.best.plan.data()["parameters"] == {"up.weight": ["tp", "ty"], "down.weight": ["ty", "tp"]}
+        assert all(c.shape.sizes.keys() == {"tp", "ty"} for c in answer.candidates)
+
+
 def test_a_plan_that_is_checked_is_priced_with_its_codec():
     plan_search = of(Two(), batch(), CRAWLING)
     exact = {"mesh": {"dp": 4}, "batch": ["dp"]}
@@ -71,9 +127,8 @@ def test_a_plan_that_is_checked_is_priced_with_its_codec():
     }
     assert seconds["int4"] < seconds["int8+ef"] < seconds["exact"] / 2
     assert seconds["auto"] <= seconds["int8+ef"]
-    for written in ({"sync": {"dp": "diloco(H=50)"}}, {"compress": {"dp": ["exact until 100", "int8"]}}):
-        with pytest.raises(PlanError, match="is priced where all travels in one way"):
-            plan_search.checked(Plan.read({**exact, **written}))
+    with pytest.raises(PlanError, match="is priced where all travels in one way"):
+        plan_search.checked(Plan.read({**exact, "compress": {"dp": ["exact until 100", "int8"]}}))
 
 
 def test_what_would_be_faster_is_remarked_on_not_done():
@@ -271,7 +326,18 @@ def test_values_that_are_not_there_are_refused():
         ({"activations": {"h": ["tp", "-"]}, "mesh": {"dp": 4}}, "activations: h: there is no axis 'tp'.*the mesh"),
         ({"batch": ["dpp"]}, "batch: there is no axis 'dpp'.*try +dp"),
         ({"zero": "3 over tp"}, "zero: 3 over tp: tp does not split the batch.*try +"),
-        ({"sync": {"dp": "local(H=4)"}}, "decides nothing beside 'sync'"),
+        ({"sync": {"tp": "local(H=4)"}}, "sync: tp does not split the batch.*try +dp"),
+        (
+            {"sync": {"dp": "local(H=4)"}, "zero": "3 over dp"},
+            "zero: 3 over dp is over dp.*try +zero over another axis",
+        ),
+        ({"sync": {"dp": "local(H=4)"}, "stages": 2}, "and stages: 2.*try +the plan without one of them"),
+        ({"gather": {"dp": "int8"}, "zero": "1 over dp"}, "gather: dp: .*under zero: 1.*try +int4"),
+        ({"gather": {"dpp": "int8"}}, "gather: there is no axis 'dpp'.*try +dp"),
+        ({"gather": {"dp": "int8"}, "zero": 0}, "there is no zero.*try +zero: 3 over dp"),
+        ({"send": {"stage": "int8"}}, "send: .*known +stages, experts"),
+        ({"monitor": ["noize"]}, "monitor: 'noize'.*try +noise"),
+        ({"at_once": 2, "microbatches": 3}, "at_once: 2, but microbatches: 3.*try +microbatches: 4"),
         ({"mesh": {"dq": 2}}, "no axis 'dq'"),
         ({"mesh": {"dpp": 2}}, "mesh: the search knows no axis 'dpp'.*try +dp"),
         ({"mesh": {"pp": 2, "dp": 2}}, "no axis 'pp'.*try +stages: 2"),

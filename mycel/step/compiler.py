@@ -110,9 +110,9 @@ class StepCompiler:
             return
         world, mesh, s, device = self.undecided.world, self.undecided.mesh, self.settings, self.device
 
-        def make(count: int, compress: Mapping[str, str], placed: bool = False) -> UnshardedStep:
+        def make(count: int, said: Mapping[str, Any], placed: bool = False) -> UnshardedStep:
             sizes = mesh.sizes() if mesh is not None else None
-            settings, ranks = replace(s, accumulate=count), any_plan(world, compress, placed, sizes)
+            settings, ranks = replace(s, accumulate=count), any_plan(world, said, placed, sizes)
             return StepCompiler(self.model, self.optimizer, self._loss, settings, ranks).unsharded(*args, **kwargs)
 
         chosen = self.undecided.search(
@@ -210,7 +210,8 @@ class StepCompiler:
         was, self.for_ranks = self.for_ranks, True
         try:
             with meshed(self.written.inside.replica.mesh if self.written is not None else None):
-                return self._whole(self._recipe().loss_and_gradients(args, kwargs, (args, kwargs)), self._given())
+                body = self._recipe().loss_and_gradients(args, kwargs, (args, kwargs))
+                return self._whole(body, self._given().replica)
         finally:
             self.for_ranks = was
 

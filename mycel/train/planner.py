@@ -23,7 +23,9 @@ from mycel.parts import UnshardedStep
 from mycel.plan import hardware_of
 from mycel.plan.cluster import Cluster
 from mycel.plan.plan_file import plan_data
+from mycel.replica_batch import own_batch
 from mycel.search import Search
+from mycel.search_given import Given
 from mycel.search_space import any_plan
 from mycel.sizes import parse_bytes
 from mycel.step import Step, train_step
@@ -144,12 +146,14 @@ def search(
             "  try       precision bf16, devices such as H100, or the device's figures with `quarter`"
         )
 
-    def make(microbatches: int, compress: Mapping[str, str], placed: bool = False) -> UnshardedStep:
-        mesh = given.get("mesh") if given else None
-        plan = any_plan(cluster.world, compress, placed, mesh) if cluster.world > 1 else None
+    mesh = Given.read(given).mesh if given else None
+
+    def make(microbatches: int, said: Mapping[str, Any], placed: bool = False) -> UnshardedStep:
+        plan = any_plan(cluster.world, said, placed, mesh) if cluster.world > 1 else None
         step: Step = train_step(model, optimizer, plan=plan, accumulate=microbatches, compile=True, **settings)
         step.planned_for = cluster.hardware
-        return step.unsharded(**batch)
+        args, kwargs = own_batch(plan, 0, (), dict(batch)) if plan is not None else ((), batch)
+        return step.unsharded(*args, **kwargs)
 
     return Search(model, optimizer, make, cluster, memory, given, cluster.memory is not None, say)
 
