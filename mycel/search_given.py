@@ -108,7 +108,8 @@ class Given:
             if data.get("stages") not in (None, 1):
                 raise PlanError(
                     f"sync: {sync.axis}: {sync}, and stages: {data['stages']}: replicas that are pipelines are not "
-                    "searched\n  try       the plan without one of them, or a whole plan, with its mesh, for  mycel train"
+                    "searched\n  try       the plan without one of them, or a whole plan, with its mesh, for  mycel "
+                    "train"
                 )
         read_monitor(data.get("monitor"))
         for axis in over:
