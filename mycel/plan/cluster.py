@@ -24,6 +24,7 @@ smallest.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -95,13 +96,16 @@ KNOWN_NAMES = {_plain(k): v for k, v in ({k: k for k in KINDS} | ALIASES).items(
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts of devices.  `hardware` is the slowest of all kinds, with the wires as its levels."""
+    """Hosts of devices.  `hardware` is the slowest of all kinds, with the wires as its levels.  Of hosts with different
+    numbers of devices (`sizes`) parts count as hosts, so large that none lies in two: ranks are numbered host by host,
+    and what is fast between parts of one is not counted on."""
 
     name: str
     hardware: Hardware
     devices: int
     hosts: int
     nominal: float  # operations a second in 16 bits, as sold: what MFU is a share of
+    sizes: tuple[int, ...] = ()
 
     @property
     def world(self) -> int:
@@ -116,17 +120,23 @@ class Cluster:
         """The devices of a single one."""
         inside = tuple(level for level in self.hardware.levels if level.ranks <= self.devices)
         levels = inside or self.hardware.levels[:1]
-        return replace(self, name=f"one host of {self.name}", hosts=1, hardware=replace(self.hardware, levels=levels))
+        return replace(
+            self, name=f"one host of {self.name}", hosts=1, sizes=(), hardware=replace(self.hardware, levels=levels)
+        )
 
     def times(self, count: int) -> Cluster:
         """So many times as many hosts, on the same wires."""
         levels = self.hardware.levels
         if levels:
             levels = (*levels[:-1], replace(levels[-1], ranks=1 << 30))
-        return replace(self, hosts=self.hosts * count, hardware=replace(self.hardware, levels=levels))
+        return replace(
+            self, hosts=self.hosts * count, sizes=self.sizes * count, hardware=replace(self.hardware, levels=levels)
+        )
 
     def __str__(self) -> str:
         hosts = f"{self.hosts} hosts of {self.devices}" if self.hosts > 1 else f"{self.devices} in one host"
+        if self.sizes:
+            hosts = f"hosts of {', '.join(map(str, self.sizes))} as {hosts}"
         memory = f", {shown(self.memory)} each" if self.memory else ""
         if self.world == 1:
             return f"{self.name}: one device{memory.removesuffix(' each')}"
@@ -175,12 +185,7 @@ def _uneven(data: dict[str, Any], where: str) -> Cluster:
         if not isinstance(each, dict):
             raise PlanError(f"{where}: hosts[{i}] is {each!r}\n  try       {{device: H100, devices: 8, hosts: 2}}")
         parts.append(_cluster({**each, **({"levels": data["levels"]} if "levels" in data else {})}, f"{where}: hosts"))
-    if len({p.devices for p in parts}) > 1:
-        counts = ", ".join(str(p.devices) for p in parts)
-        raise PlanError(
-            f"{where}: hosts have {counts} devices\n  try       as many in each: ranks are numbered host by host"
-        )
-    first = parts[0].hardware
+    first, devices = parts[0].hardware, math.gcd(*(p.devices for p in parts))
     slowest = replace(
         first,
         name=" + ".join(dict.fromkeys(p.hardware.name for p in parts)),
@@ -192,20 +197,24 @@ def _uneven(data: dict[str, Any], where: str) -> Cluster:
         host_bytes_s=min(p.hardware.host_bytes_s for p in parts),
         launch_s=max(p.hardware.launch_s for p in parts),
     )
-    hosts = sum(p.hosts for p in parts)
+    hosts = sum(p.hosts * p.devices // devices for p in parts)
     inside = min((p.hardware.levels[0] for p in parts), key=lambda x: x.bytes_s)
     between = min((p.hardware.levels[-1] for p in parts), key=lambda x: x.bytes_s)
     if len(first.levels) == 1 and hosts > 1 and "levels" not in data:  # one host of each kind: the presets' networks
         kinds = [_device(each.get("device"), where)[0] for each in data["hosts"]]
         name, bytes_s, start_s = min((k.between for k in kinds if k), key=lambda x: x[1])
         between = Link(bytes_s, start_s, name)
-    levels = (replace(inside, ranks=parts[0].devices), replace(between, ranks=1 << 30)) if hosts > 1 else (inside,)
+    levels = (replace(inside, ranks=devices), replace(between, ranks=1 << 30)) if hosts > 1 else (inside,)
+    if hosts > 1 and devices == 1:
+        levels = levels[1:]
+    sizes = tuple(n for p in parts for n in [p.devices] * p.hosts)
     return Cluster(
         str(data.get("name") or where),
         replace(slowest, levels=levels),
-        parts[0].devices,
+        devices,
         hosts,
         min(p.nominal for p in parts),
+        sizes if {*sizes} != {devices} else (),
     )
 
 
