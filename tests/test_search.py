@@ -210,7 +210,7 @@ def test_what_a_function_makes_needs_no_memory(tmp_path, monkeypatch):
         question_of("code_of_a_user:nothing", where)
     settings = ["parallel.plan={zero: 2, microbatches: 2}", "train.precision=bf16", "train.memory=40GiB"]
     asked = question_of("code_of_a_user:huge", where, settings=settings)
-    assert (asked.given.zero, asked.given.microbatches, asked.memory) == (2, 2, 40 << 30)
+    assert (asked.given.zeros, asked.given.microbatches, asked.memory) == ((2,), 2, 40 << 30)
     with pytest.raises(PlanError, match=r"train.steps=3 is no setting of a function's model"):
         question_of("code_of_a_user:huge", where, settings=["train.steps=3"])
 
