@@ -95,11 +95,6 @@ class Shape:
         return tuple(a for a in (batch, "ep") if getattr(self, a) > 1)
 
     @property
-    def of_replica(self) -> Shape:
-        """That of the ranks that step together."""
-        return replace(self, dp=1, sync="") if self.sync else self
-
-    @property
     def batch(self) -> list[str]:
         """How the batch lies, as a plan says it."""
         rows = ".".join(a for a in self.sizes if a in BATCH) or "-"
