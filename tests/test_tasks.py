@@ -89,6 +89,38 @@ def test_a_task_is_learnt(files, disk, name, capsys):
         assert model.config.id2label == {0: "dark", 1: "light"}
 
 
+@pytest.mark.parametrize("name", ["classify texts", "classify images"])
+def test_a_task_that_the_data_is_plainly_for_need_not_be_said(files, disk, name, capsys):
+    """As if it had been said, and the run folder says it."""
+    task, data, model = CASES[name]
+    of_none = of_task(files, disk, "auto", data, model, steps=2)
+    assert train(of_none) == 0 and train(of_task(files, disk, task, data, model, steps=2)) == 0
+    output = capsys.readouterr().out
+    assert "task: classify" in (of_none.run / "config.yaml").read_text()
+    assert output.count("note: train.task is classify: the ") == 1 and str(files / data) in output
+    runs = [files / f"run-{task}-{data}" for task in ("auto", "classify")]
+    assert training.measured(runs[0]) == training.measured(runs[1]) != []
+    asked = [question(of_task(files, disk, said, data, model), Cluster.read("h100x1")) for said in ("auto", task)]
+    batches = [each.batch for each in asked]
+    assert batches[0] == batches[1] != []
+
+
+def test_texts_with_labels_are_not_silently_read_as_texts(files, disk):
+    """A language model could learn either; what is said is done, and labels that have no text beside them are none."""
+    with pytest.raises(TrainError) as error:
+        train(of_task(files, disk, "auto", "texts.jsonl", LLAMA))
+    golden("labelled_texts", str(error.value).replace(str(files), ""))
+    assert train(of_task(files, disk, "pretrain", "texts.jsonl", LLAMA, steps=2)) == 0
+    renamed = [{"text": row["text"], "kind": row["label"]} for row in TEXTS]
+    (files / "renamed.jsonl").write_text("\n".join(map(json.dumps, renamed)))
+    chosen = of_task(files, disk, "auto", "renamed.jsonl", LLAMA, steps=2)
+    assert train(chosen) == 0
+    fields = chosen.data.fields.model_copy(update={"label": "kind"})
+    data = chosen.data.model_copy(update={"fields": fields})
+    with pytest.raises(TrainError, match="each text has a label"):
+        train(chosen.model_copy(update={"data": data, "run": files / "other"}))
+
+
 @pytest.mark.parametrize("name", ["reward", "dpo"])
 def test_pairs_are_evaluated_as_they_are_learnt(files, disk, name):
     """On the pairs of its validation a run scores what it recorded as the loss of its last step, or its best."""
@@ -110,7 +142,7 @@ def test_pairs_are_evaluated_as_they_are_learnt(files, disk, name):
 
 def test_a_language_model_is_held_against_pairs_by_likelihood(files, disk):
     """No run of dpo: there is no start to compare with, so no loss."""
-    chosen = of_task(files, disk, "auto", "texts.jsonl", LLAMA)
+    chosen = of_task(files, disk, "pretrain", "texts.jsonl", LLAMA)
     assert train(chosen.model_copy(update={"export": True})) == 0
     pairs = labelled.examples("dpo", files / "pairs.jsonl", "auto", FIELDS, Bytes(), 16, 0, None)
     model = hf.AutoModelForCausalLM.from_pretrained(chosen.run / "model").eval()

@@ -28,7 +28,7 @@ from mycel.errors import TrainError
 from mycel.sizes import counted
 from mycel.train.data import Data, Names
 from mycel.train.documents import class_names, records
-from mycel.train.sources import IMAGES, find, near
+from mycel.train.sources import IMAGES, RECORDS, SUFFIXES, find, near, suffix_of
 from mycel.train.split import NO_LOSS, drawn, undivided
 from mycel.train.tokenize import Tokenizer, needs_tokenizer
 
@@ -419,6 +419,23 @@ def refuse_images(named: Names, model: str, hint: str) -> None:
             raise TrainError(
                 f"the data is images, and {model} takes no image\n  at        {images[0]}\n  try       {hint}"
             )
+
+
+def images_alone(named: Names) -> Path | None:
+    """The first of images that lie in folders of their classes, where there is nothing else to read."""
+    folders = _paths(named)
+    if not all(folder.is_dir() for folder in folders):
+        return None
+    images = [image for folder in folders for image in _image_files(folder)]
+    others = any(suffix_of(p) in SUFFIXES for folder in folders for p in folder.rglob("*"))
+    return images[0] if images and not others else None
+
+
+def labelled_record(named: Names, format: str, fields: Mapping[str, str]) -> str | None:
+    """Where the first record is, if it has a text and a label."""
+    tables = (file for file in find(named, format) if file[1] in RECORDS)
+    record, where = next((row for file in tables for row in records(*file)), ({}, ""))
+    return where if {fields["text"], fields["label"]} <= {*record} else None
 
 
 def _class_of(path: Path, folders: Iterable[Path]) -> str:

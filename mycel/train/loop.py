@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -37,7 +36,7 @@ from mycel.run.checkpoint import Loaded, Saver, best, latest, load_latest, load_
 from mycel.run.folder import RunFolder, explain, refuse_in_use, refuse_strange, refuse_unwritable, refuse_used
 from mycel.run.rendezvous import seat
 from mycel.run.shards import read_manifest
-from mycel.sizes import counted
+from mycel.sizes import counted, span
 from mycel.train import device as devices
 from mycel.train import metrics, models, state, summary
 from mycel.train.assemble import Assembly, assemble
@@ -46,13 +45,13 @@ from mycel.train.expert_load import PICTURE
 from mycel.train.finish import CURVE, MODEL, finish
 from mycel.train.metrics import FILE, Metrics
 from mycel.train.outlook import Outlook, outlook
-from mycel.train.progress import Progress, duration, number, size
+from mycel.train.progress import Progress, number, size
 from mycel.train.ranks import Team, team
 from mycel.train.schedule import learning_rate
 from mycel.train.sections import Section
 from mycel.train.signals import Interrupted, Signals
 from mycel.train.steps import Steps
-from mycel.train.tasks import mean_over
+from mycel.train.tasks import mean_over, with_task
 from mycel.train.waiting import Waiting
 from mycel.train.written import inline
 
@@ -112,6 +111,7 @@ class Run:
 
     def run(self, held: ExitStack) -> int:
         """All of it; what is entered into `held` is left at the end, however that comes."""
+        self.config, task_note = with_task(self.config)
         self.team = held.enter_context(team(self.config))
         if (resume := self.resume) and not self.dry_run:
             self.folder = self._claimed(held, lambda: RunFolder(resume, resume=True))
@@ -127,7 +127,7 @@ class Run:
             self.folder = self._claimed(held, lambda: _new_folder(self.config, self.started_from, self.overwrite))
         where = self.folder or self.resume or _folder_name(self.config, self.started_from)
         self.progress.summary(summary.rows(parts, self.outlook, loaded.step if loaded else 0, where), "what will run")
-        for note in summary.notes(parts, begins=loaded is None):
+        for note in [*filter(None, [task_note]), *summary.notes(parts, begins=loaded is None)]:
             self._note(note)
         if self.folder is None:
             return 0
@@ -140,7 +140,10 @@ class Run:
         if steps.stop is not None:
             self.progress.note(self.where_it_stands())
             return 128 + steps.stop
-        return int(self.team.tell(self._end(parts, steps))[0])
+        code = int(self.team.tell(self._end(parts, steps))[0])
+        if code and self.team.processes is not None and self.team.processes.meeting is not None:
+            self.team.processes.meeting.has_said()
+        return code
 
     def _claimed(self, held: ExitStack, claim: Callable[[], RunFolder]) -> Path:
         """The folder that rank 0 has locked for all."""
@@ -286,7 +289,7 @@ class Run:
                 if steps.validation is not None
                 else []
             ),
-            ("time", f"{counted(steps.done, 'step')} in {duration(steps.seconds)}"),
+            ("time", f"{counted(steps.done, 'step')} in {span(steps.seconds)}"),
             *([("a step", str(measured))] if measured is not None else []),
             (
                 "memory",
@@ -324,10 +327,9 @@ class Run:
         """After an interruption: what is safe, and how to go on."""
         if self.folder is None:
             return "interrupted: nothing was begun"
-        last = latest(self.folder / CHECKPOINTS)
+        last, again = latest(self.folder / CHECKPOINTS), self.team.again(self.folder)
         if last is None:
-            return f"interrupted before the first checkpoint\n  at        {self.folder}"
-        again = f"mycel train --resume {shlex.quote(str(self.folder))}"
+            return f"interrupted before the first checkpoint\n  at        {self.folder}\n  try       {again}"
         return f"interrupted; {last.name} is safe\n  at        {last.parent}\n  try       {again}"
 
 

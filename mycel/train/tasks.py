@@ -1,6 +1,7 @@
 """What `train.task` makes of a run: its data, its loss, and what the model has to be.
 
-auto, pretrain, sft   the next token; which of them carry loss, the data says
+auto, pretrain, sft   the next token; which of them carry loss, the data says; auto is classify where the data is
+                      images, or texts with labels for a model that tells classes
 classify              a class, of text or of an image: a model with as many labels as there are classes
 reward                a number that is larger for the preferred of two texts: a model with one label
 dpo                   the preferred of two texts becomes likelier than it was, the other less: a language model
@@ -23,13 +24,49 @@ from mycel.forward import evaluating
 from mycel.step import Step
 from mycel.train import config as settings
 from mycel.train.data import Data
-from mycel.train.labelled import dpo_loss, labelled_data, log_likelihoods, refuse_images, reward_loss
+from mycel.train.labelled import (
+    dpo_loss,
+    images_alone,
+    labelled_data,
+    labelled_record,
+    log_likelihoods,
+    refuse_images,
+    reward_loss,
+)
 from mycel.train.models import Head
 from mycel.train.sample import causal
 from mycel.train.tokenize import Tokenizer
 
 LABELLED_TASKS = ("dpo", "reward", "classify")
 IMAGE_MODEL = "a model of images: model.path=FOLDER of one, or a model.config with model_type: vit, say"
+
+
+def with_task(config: settings.Config) -> tuple[settings.Config, str]:
+    """The task that the data is plainly for, where none is said, and why it is taken to be; refused where text or label
+    may be meant."""
+    data, model = config.data, config.model
+    if config.train.task != "auto":
+        return config, ""
+    classify = config.model_copy(update={"train": config.train.model_copy(update={"task": "classify"})})
+    if (image := images_alone(data.train)) is not None:
+        return classify, f"train.task is classify: the data is images in a folder for each class\n  at        {image}"
+    where = labelled_record(data.train, data.format, data.fields.model_dump())
+    if where is None:
+        return config, ""
+    if _names_classes(model):
+        return classify, f"train.task is classify: the model tells classes, the data has labels\n  at        {where}"
+    raise TrainError(
+        f"each text has a label ({data.fields.label!r}), and nothing says which of them is to be learnt\n"
+        f"  at        {where}\n  try       train.task=classify for labels, train.task=pretrain for texts"
+    )
+
+
+def _names_classes(model: settings.ModelConfig) -> bool:
+    """Is the model said to be one that tells classes?"""
+    file = model.path / "config.json" if model.path else None
+    own = json.loads(file.read_text()) if file is not None and file.is_file() else {}
+    names = {**own, **(model.config or {})}.get("architectures")
+    return isinstance(names, list) and any(str(name).endswith("Classification") for name in names)
 
 
 def mean_over(task: str) -> str:
@@ -117,6 +154,8 @@ def batch_outline(config: settings.Config, module: Any, rows: int) -> dict[str, 
         return torch.empty((rows, *shape), dtype=dtype, device="meta")
 
     task, length = config.train.task, config.data.length
+    if task == "auto" and type(module).__name__.endswith("Classification"):
+        task = "classify"
     if task == "classify" and "pixel_values" in inspect.signature(module.forward).parameters:
         size = image_settings(config.model.path, module.config)["size"]
         return {"pixel_values": empty(3, size, size, dtype=torch.float32), "labels": empty()}
