@@ -117,7 +117,8 @@ class Forward:
             parts.split(captured.device)
             parts.ranks.connect(done.program)
             local, is_whole = self.host.streamed(done.program, captured.device), done.is_whole
-            run, feed = parts.connected(self._loaded(local, captured.device)), parts.feed(unsharded, done.spread)
+            run = parts.connected(self._loaded(local, captured.device), "a forward pass")
+            feed = parts.feed(unsharded, done.spread)
             run = parts.without_padding(run, unsharded, done.rows) if done.rows else run
         at = {v.name: i for i, v in enumerate(captured.program.inputs)}
         wanted = [at[v.name] for v in local.inputs]

@@ -18,6 +18,8 @@ from mycel.ops.collective import COMMUNICATORS
 from mycel.plan import Plan
 from mycel.run.rendezvous import seat
 
+A_STEP = "a step"
+
 
 @dataclass
 class HeldModel:
@@ -85,17 +87,22 @@ class HeldModel:
         """From now on this rank speaks to these: all ranks of the plan."""
         self.ranks = everyone
 
-    def connected(self, code: Callable[..., Any]) -> Callable[..., Any]:
-        """The code with its ranks to speak to."""
+    def connected(self, code: Callable[..., Any], what: str = A_STEP) -> Callable[..., Any]:
+        """The code with its ranks to speak to; `what` it is, as others are told."""
 
         def run(*inputs: Any) -> Any:
             COMMUNICATORS.append(self.ranks)
             try:
-                return code(*inputs)
+                with self.ranks.calling(what, often=True):
+                    return code(*inputs)
             finally:
                 COMMUNICATORS.pop()
 
         return run
+
+    def calling(self, what: str, often: bool = False) -> contextlib.AbstractContextManager[None]:
+        """What the user calls, as others are told."""
+        return self.ranks.calling(what, often) if self.ranks is not None else contextlib.nullcontext()
 
     def gather(self, x: torch.Tensor, layout: Layout, shape: Sequence[int]) -> torch.Tensor:
         """The whole of a tensor of which this rank has a part, or a summand; all ranks call it."""

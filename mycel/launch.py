@@ -212,15 +212,28 @@ class LocalRanks:
             return 128 + self.asked[0] if self.asked and not self.all else 0
         if self.asked:
             return 128 + self.asked[0] if self.failed.process.returncode == -signal.SIGKILL else self.failed.code
-        speaker = self._speaker(self.failed)
+        speaker, is_said = self._speaker(self.failed)
+        lines = self._said(speaker) if is_said else self._last_words(speaker)
+        if lines:
+            print("\n".join(lines), file=sys.stderr, flush=True)
+        return self.failed.code
+
+    def _said(self, speaker: Rank) -> list[str]:
+        """An error in words of ours, where it is not on the console yet."""
+        words = speaker.log.read_text(errors="replace").splitlines() if speaker.log is not None else []
+        begins = max((i for i, line in enumerate(words) if line.startswith("error:")), default=len(words))
+        place = self._log(speaker)
+        who = [f"  said by   rank {speaker.rank}{f', log {place}' if place else ''}"] if words else []
+        return [*words[begins:], *who, *self._way_on("stopped")]
+
+    def _last_words(self, speaker: Rank) -> list[str]:
+        """How a rank ended, and what it wrote last."""
         lines = [f"error: {speaker.fate}"]
         if speaker.log is not None:
             words = speaker.log.read_text(errors="replace").splitlines()[-SHOWN_LINES:]
             place = self._log(speaker)
             lines += [*([f"  log       {place}"] if place else []), *(f"  | {line}" for line in words)]
-        lines += self._way_on()
-        print("\n".join(lines), file=sys.stderr, flush=True)
-        return self.failed.code
+        return lines + self._way_on()
 
     def _fail(self) -> None:
         """Note who failed first, and tell the others; when all were asked to end, they do without being told."""
@@ -245,16 +258,17 @@ class LocalRanks:
             self.deadline = min(self.deadline, time.monotonic() + FOLLOW_S)
             self._with_store(tell)
 
-    def _speaker(self, rank: Rank) -> Rank:
-        """Who says why a rank failed: itself, or another of these that failed for the same reason."""
-        speakers = [rank]
+    def _speaker(self, rank: Rank) -> tuple[Rank, bool]:
+        """Who says why a rank failed: itself, or another of these that failed for the same reason; and was it said, in
+        words of ours?"""
+        speakers: list[Rank] = []
 
         def ask(store: Any, run: Any) -> None:
             if store.check([key := run.speaker_key(rank.rank)]):
                 speakers.extend(each for each in self.all if each.rank == int(store.get(key)))
 
         self._with_store(ask)
-        return speakers[-1]
+        return (speakers[0], True) if speakers else (rank, False)
 
     def _log(self, rank: Rank) -> Path | None:
         """Where the log of a rank is in the end; None: nowhere, and on the console."""
@@ -262,15 +276,17 @@ class LocalRanks:
             return rank.log
         return self.run / LOGS / rank.log.name if self.run is not None else None
 
-    def _way_on(self) -> list[str]:
-        """The last checkpoint of a run, and the line that goes on from it."""
+    def _way_on(self, head: str = "") -> list[str]:
+        """The last checkpoint of a run, and the line that goes on from it; under a head of their own, where nothing is
+        said before."""
         from mycel.run.checkpoint import latest
 
         last = latest(self.run / "checkpoints") if self.run is not None else None
         if last is None:
             return []
         count = f" --nproc {len(self.all)}" if self.nnodes == 1 else ""
-        return [f"  safe      {last}", f"  try       mycel train --resume {shlex.quote(str(self.run))}{count}"]
+        first = f"{head}; {last.name} is safe\n  at        {last.parent}" if head else f"  safe      {last}"
+        return [first, f"  try       mycel train --resume {shlex.quote(str(self.run))}{count}"]
 
     def _pass_on(self, number: int) -> None:
         self.asked.append(number)

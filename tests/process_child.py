@@ -433,6 +433,46 @@ def crossed() -> None:
         step(torch.ones(4, 16))
 
 
+def alone(what: str, goes_on: bool) -> None:
+    """Rank 0 alone asks a step for what all ranks have to be asked for; the other takes steps, or has ended."""
+    import torch
+
+    import mycel
+    from mycel.ir.layout import Mesh
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.ReLU(), torch.nn.Linear(64, 16))
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = mycel.train_step(
+        model, optimizer, torch.nn.functional.mse_loss, plan="zero3", mesh=Mesh(dp=WORLD), compile=False
+    )
+    x = torch.ones(8, 16)
+    for _ in range(2):  # in turn: what all ranks call is no mistake
+        step(x, x)
+        step.evaluate(x, x)
+    step.state_dict()
+    calls = {
+        "evaluate": lambda: step.evaluate(x, x),
+        "state_dict": step.state_dict,
+        "save": lambda: step.save(FOLDER / "saved"),
+    }
+    if RANK == 0:
+        calls[what]()
+    for _ in range(3 if goes_on else 0):
+        step(x, x)
+
+
+def said() -> None:
+    """End with an exit code of which rank 0 has said why."""
+    from mycel.ir.layout import Mesh
+    from mycel.run.processes import world
+
+    with world(Mesh(dp=WORLD), "cpu") as ranks:
+        print("not all of it could be saved", file=sys.stderr)
+        ranks.meeting.has_said()
+    sys.exit(1)
+
+
 def meet() -> None:
     """A few collectives, whoever started the processes."""
     import torch
@@ -469,6 +509,12 @@ JOBS = {
     **{f"error-{late}": lambda late=late: error(late) for late in "01"},
     "crossed": crossed,
     "meet": meet,
+    "said": said,
+    **{
+        f"alone-{what}-{then}": lambda what=what, then=then: alone(what, then == "step")
+        for what in ("evaluate", "state_dict", "save")
+        for then in ("step", "end")
+    },
     **{
         f"fail-{how}": lambda how=how: fail(how) for how in ("kill", "early", "exit", "raise", "linger", "stop", "late")
     },

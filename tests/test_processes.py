@@ -135,6 +135,32 @@ def test_ranks_that_wait_for_each_other_in_different_places_are_told_where(tmp_p
         assert told in re.sub(r"\n  at  .*", "", re.sub(r"[\w/]*child.py:\d+", "FILE", said.replace("| ", ""))), said
 
 
+def test_what_has_been_said_is_not_said_again(tmp_path, capfd):
+    assert run("said", 2, tmp_path) == 1
+    assert capfd.readouterr().err == "not all of it could be saved\n"
+
+
+ALONE = {
+    "evaluate-step": "waits in step.evaluate",
+    "state_dict-step": "waits in step.state_dict",
+    "save-step": "waits in a word of each rank (checkpoint)",
+    "state_dict-end": "rank 0 waits in step.state_dict, which rank 1 has ended without",
+    "save-end": "rank 0 waits in a word of each rank (checkpoint), which rank 1 has ended without",
+}
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_a_rank_that_asks_a_step_alone_is_told(case, tmp_path, capfd):
+    """Within seconds, instead of messages whose sizes do not fit, at which gloo ends the process."""
+    began = time.monotonic()
+    assert run(f"alone-{case}", 2, tmp_path) in (1, LOST)
+    output = capfd.readouterr().err
+    assert ALONE[case] in output and "all ranks call the same, in the same order" in output, output
+    assert "SIGABRT" not in output and time.monotonic() - began < 45
+    if case.endswith("step"):
+        assert re.search(r"rank 1 +waits in \w+ over dp, .*\(step 3\)|rank 1 +waits in a step", output), output
+
+
 ALL, PAIR = ("all", (0, 1, 2)), ("pair", (0, 1))
 
 

@@ -513,6 +513,17 @@ class Launched:
         return (self.folder / "out.txt").read_text()
 
 
+def test_a_mistake_is_said_once(disk, tmp_path):
+    """By the rank that comes to it first; how that rank ended says no more."""
+    (tmp_path / "my.yaml").write_text(dump(config(disk, tmp_path / "run", model=MODEL, **QUIET)))
+    command = [sys.executable, "-m", "mycel", "train", "my.yaml", "--nproc", "2", "data.train=nowhere.txt"]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), "MYCEL_TIMEOUT": "60"}
+    ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    said = f"error: no such data file: nowhere.txt\n  at        {tmp_path}\n"
+    assert ran.returncode == 1 and ran.stderr.count("error") == 1 and said in ran.stderr, ran.stderr
+    assert "exit code" not in ran.stderr
+
+
 def test_a_killed_rank_ends_the_others_which_say_who_it_was(disk, tmp_path):
     launched = Launched(disk, tmp_path, "checkpoint.every=2")
     while not (last := latest(launched.run / "checkpoints")):
@@ -548,6 +559,7 @@ def test_sigterm_to_the_launcher_saves_and_ends_all_ranks(disk, tmp_path):
     launched.process.send_signal(signal.SIGTERM)
     assert launched.end() == 143
     assert "interrupted; step-" in launched.output() and nothing_left(launched.run), launched.output()
+    assert f"try       mycel train --resume {launched.run} --nproc 2\n" in launched.output()
     assert latest_step(launched.run) - measured(launched.run)[-1]["step"] in (0, 1), (
         "the last step may not be reported yet"
     )

@@ -47,6 +47,7 @@ from mycel.run.shards import (
     to_bytes,
 )
 from mycel.run.snapshot import Buffers, Layouts, State, on_host, take
+from mycel.sizes import counted
 
 __all__ = [
     "ALONE", "Loaded", "MeshProcess", "RunFolder", "Saver",
@@ -461,10 +462,9 @@ def _first_failure(reports: list[dict[str, Any]]) -> Failure | None:
     ]
     if failed:
         (rank, (why, hint)), *more = failed.items()
-        return (
-            f"{f'rank {rank}: ' if len(reports) > 1 else ''}{why}{f' (and {len(more)} ranks more)' if more else ''}",
-            hint,
-        )
+        who = f"rank {rank}: " if len(reports) > 1 else ""
+        more_text = f" (and {counted(len(more), 'rank')} more)" if more else ""
+        return f"{who}{why}{more_text}", hint
     if others:
         return (
             f"step, names, shapes or layouts on rank {others[0]} are not those on rank 0",

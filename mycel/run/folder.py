@@ -254,7 +254,8 @@ def explain(e: OSError, folder: Path, needs_bytes: int) -> tuple[str, str]:
         )
     if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"writing is not allowed: {e.strerror}", "a folder that you may write to"
-    return f"the disk refused it: {e.strerror or e}", "a look at the disk; earlier checkpoints are as they were"
+    hint = "a larger limit for files (ulimit -f)" if e.errno == errno.EFBIG else "a look at the disk"
+    return f"the disk refused it: {e.strerror or e}", f"{hint}; earlier checkpoints are as they were"
 
 
 def size(n_bytes: int) -> str:

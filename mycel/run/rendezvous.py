@@ -10,7 +10,7 @@ exists before any collective.
     K/beat/RANK        of the K-th world that these processes make: where a rank is, written by its watch
     K/agree/N/…        the facts of the N-th agreement
     says/HOST/HASH     the rank that says, for all ranks of a host, an error that several come to
-    speaker/RANK       that rank, once RANK has come to the error and leaves it to it
+    speaker/RANK       that rank, once RANK has come to the error: itself, or another that it leaves it to
 
 A world at a loopback address listens on loopback only: the store's socket is bound to the address by which it is known,
 and the messages of a rank leave from the address by which it reaches the store.
@@ -27,7 +27,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -44,6 +44,7 @@ RUN = "run"  # the folder of a run, for whoever started its ranks
 GOODBYE_S = 20.0  # how long a rank that is refused waits for others to read why
 SPOKEN_WITHIN_S = 5.0  # an error that another rank says; longer, and this rank says it too
 SILENT_S = 10.0  # a rank that waits longer for the first contact says so
+LOOKED_AT_S = 1.0  # between two looks whether ranks that are waited for have ended
 LATER_S = 60.0  # timeouts of torch and of the store come after that of the watch, which says more
 
 
@@ -127,17 +128,17 @@ def say_once(error: Exception, say: Callable[[], None]) -> None:
     with suppress(dist.DistError):
         if speaker == place.rank:
             store.set(f"{key}/said", "")
-        elif _comes_true(lambda: store.check([f"{key}/said"])):
-            store.set(speaker_key(place.rank), str(speaker))
-        else:
+        elif not _comes_true(lambda: store.check([f"{key}/said"])):
             say()
+            speaker = place.rank
+        store.set(speaker_key(place.rank), str(speaker))
         store.add(f"{key}/heard", 1)
         if place.hosting:
             _comes_true(lambda: store.add(f"{key}/heard", 0) >= place.world)
 
 
 def speaker_key(rank: int) -> str:
-    """Where the store has who says the error of this rank, if that is another."""
+    """Where the store has who has said the error of this rank, if it ended with one that is said."""
     return f"speaker/{rank}"
 
 
@@ -297,15 +298,21 @@ class Rendezvous:
         store = f"the store at {self.host}:{self.port} does not answer: {str(error).splitlines()[0]}"
         return f"{store}\n  try       a look at what started rank 0: it has ended"
 
-    def meet(self, place: str, count: int) -> None:
-        """Wait until so many ranks have come to a place, once."""
+    def meet(self, place: str, count: int, what: str = "", ranks: Sequence[int] = ()) -> None:
+        """Wait until so many ranks have come to a place, once; `ranks`: which they are, `what`: the place in words."""
         self.store.add(place, 1)
-        self._until(lambda: self.store.add(place, 0) >= count, place)
+        come = lambda: self.store.add(place, 0) >= count
+        self.until(come, what or place, within_s=self.timeout_s + LATER_S, awaited=lambda: [*ranks])
 
     def name_run(self, folder: Path) -> None:
         """Tell whoever started the ranks where their results are."""
         with suppress(dist.DistError):
             self.all.set(RUN, str(folder.absolute()))
+
+    def has_said(self) -> None:
+        """What this rank is about to end with is said by rank 0, on the console."""
+        with suppress(dist.DistError):
+            self.all.set(speaker_key(self.rank), "0")
 
     def fail(self, error: Exception) -> None:
         """End the world because of an error of this rank."""
@@ -367,15 +374,22 @@ class Rendezvous:
         missing: Callable[[], list[int]] = list,
         within_s: float | None = None,
         world: dist.Store | None = None,
+        awaited: Callable[[], list[int]] = list,
     ) -> None:
         """Ask again and again, in Python: a call that blocks in the store could not be interrupted.  RunError when the
-        world ends, or at the timeout, with the ranks that are `missing`.  `world`: the connection of this thread."""
+        world ends, once one of the ranks that are `awaited` has ended, or at the timeout, with the ranks that are
+        `missing`.  `world`: the connection of this thread."""
         world, limit_s = world or self.all, within_s or self.timeout_s
-        end, pause_s = time.monotonic() + limit_s, 0.001
+        end, pause_s, looks_at = time.monotonic() + limit_s, 0.001, time.monotonic() + LOOKED_AT_S
         while not true():
+            now = time.monotonic()
             if world.check([STOP]):
                 raise RunError(world.get(STOP).decode())
-            if time.monotonic() > end:
+            if now > looks_at:
+                looks_at = now + LOOKED_AT_S
+                if (gone := self._left(awaited(), world)) and not true():
+                    raise RunError(tell(world, _alone(self.rank, what, gone)))
+            if now > end:
                 absent = self._absent(missing(), world)
                 raise RunError(
                     f"rank {self.rank} waited {limit_s:g} s for {what} in vain{': ' * bool(absent)}{absent}\n"
@@ -384,6 +398,11 @@ class Rendezvous:
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.05)
 
+    def _left(self, ranks: Sequence[int], world: dist.Store) -> list[int]:
+        """Which of them have ended, with no error."""
+        own = dist.PrefixStore(self.name, world)
+        return [rank for rank in ranks if own.check([f"left/{rank}"])]
+
     def _absent(self, ranks: list[int], world: dist.Store) -> str:
         """Of ranks that are waited for: which have never been there, and which have not come this far."""
         beats = dist.PrefixStore(self.name, world)
@@ -391,6 +410,12 @@ class Rendezvous:
         never = [rank for rank in ranks if rank not in started]
         groups = ((never, "not started"), (started, "not come to it"))
         return "; ".join(f"{named(group)} {_has(group)} {what}" for group, what in groups if group)
+
+
+def _alone(rank: int, what: str, gone: list[int]) -> str:
+    """Why all has to end, where one waits for ranks that are done."""
+    hint = "  try       all ranks call the same, in the same order"
+    return f"rank {rank} waits in {what}, which {named(gone)} {_has(gone)} ended without\n{hint}"
 
 
 def _has(ranks: list[int]) -> str:

@@ -34,12 +34,7 @@ class Shares:
             ranks, within_s = range(self.meeting.world), self.meeting.timeout_s + LATER_S
             place = watch.enter(what, "", ranks, [watch.begin(f"share {self.name}", ranks)])
             place.hold()
-        self.meeting.until(
-            lambda: self.store.check(keys),
-            what,
-            lambda: [rank for rank, key in enumerate(keys) if not self.store.check([key])],
-            within_s,
-            self.all,
-        )
+        missing = lambda: [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+        self.meeting.until(lambda: self.store.check(keys), what, missing, within_s, self.all, missing)
         if watch is not None:
             watch.leave(place)

@@ -112,9 +112,10 @@ class Watch:
     def explain(self, place: PendingCollective, error: Exception) -> RunError:
         """Why a collective failed: what is known about the others, a moment later."""
         if not self.reported.wait(TOLD_WITHIN_S):
-            reason = f"{place.what} failed: {(str(error).splitlines() or [type(error).__name__])[0]}"
+            cause = (str(error).splitlines() or [type(error).__name__])[0]
+            reason = f"{place.what} failed: {cause}"
             with suppress(RuntimeError):  # the store may be gone as well
-                reason = tell(self.all, self._accuse(place, reason))
+                reason = tell(self.all, self._accuse(place, f"{place.what} failed", cause))
             self.reason = self.reason or reason
         return RunError(_placed(self.reason, place))
 
@@ -210,12 +211,12 @@ class Watch:
         sys.stderr.flush()
         os._exit(LOST)
 
-    def _accuse(self, place: PendingCollective, what: str) -> str:
-        """The whole message: what happened, to whom, who waits where, and what to try."""
+    def _accuse(self, place: PendingCollective, what: str, cause: str = "all ranks give signs of life") -> str:
+        """The whole message: what happened, to whom (else the `cause`), who waits where, and what to try."""
         suspects = self._suspects(place)
         hint = "  try       a look at the log of that rank, or a longer MYCEL_TIMEOUT"
         return _placed(
-            f"{what}: {'; '.join(suspects) or 'all ranks give signs of life'}\n{hint}",
+            f"{what}: {'; '.join(suspects) or cause}\n{hint}",
             place,
             f"rank {self.meeting.rank} waits in ",
         )

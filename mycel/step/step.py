@@ -216,7 +216,7 @@ class Step(StepCompiler):
         if self.undecided is not None or (self.parts is not None and not self.parts.is_split):
             self.prepare(*args, **kwargs)  # a step says how parameters lie
         self._evaluation = self._evaluation or self._evaluating()
-        with evaluating(self.model):
+        with evaluating(self.model), self._calling("step.evaluate", often=True):
             return self._evaluation(*args, **kwargs)
 
     def _evaluating(self) -> Forward:
@@ -263,7 +263,7 @@ class Step(StepCompiler):
         if not chosen:
             return []
         self._refuse_rebalancing()
-        with self._gathering(), torch.no_grad():
+        with self._gathering("step.rebalance"), torch.no_grad():
             for layer, placement in chosen:
                 if placement.moves:
                     self.state.reorder({name: (dim, placement.order) for name, dim in layer.tensors.items()})
@@ -313,40 +313,50 @@ class Step(StepCompiler):
 
     def state_dict(self) -> dict[str, Any]:
         """{"model", "optimizer", "step"}: as torch's own, whole on every rank."""
-        with self._gathering():
+        with self._gathering("step.state_dict"):
             return self.state.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state_dict` gave, under any plan."""
-        with self._gathering():
+        with self._gathering("step.load_state_dict"):
             self.state.load_state_dict(state)
 
     def save(self, folder: str | Path, keep: int = 2) -> Path:
         """A checkpoint of model, optimiser and step in a folder, of which the last `keep` stay; each rank writes its
         part."""
-        return self.state.save(folder, self.steps, keep)
+        with self._calling("step.save"):
+            return self.state.save(folder, self.steps, keep)
 
     def load(self, folder: str | Path) -> None:
         """Continue from the last checkpoint in a folder, which may have been saved under another plan (`mycel train`'s
         too), or take the weights of a folder that `export`, transformers, torch.save (pytorch_model.bin) or
         torch.distributed.checkpoint wrote."""
-        self.steps = self.state.load(folder)
+        with self._calling("step.load"):
+            self.steps = self.state.load(folder)
 
     def export(self, folder: str | Path) -> Path:
         """The model, whole: in Hugging Face form if it is one of theirs, else as model.safetensors."""
-        with self._gathering():
+        with self._gathering("step.export"):
             return self.state.export(folder)
 
     @contextlib.contextmanager
     def whole(self, rank: int | None = None) -> Iterator[torch.nn.Module]:
         """A context in which the model is whole, on all ranks or on one, and on its device: to call it, look at it or
         save it."""
-        with self.host.on_device(), self.state.whole(rank) as model:
+        with self.host.on_device(), contextlib.ExitStack() as held:
+            with self._calling("step.whole"):
+                model = held.enter_context(self.state.whole(rank))
             yield model
 
-    def _gathering(self) -> contextlib.AbstractContextManager[None]:
-        """Ranks send each other what is on their devices."""
-        return self.host.on_device() if self.parts is not None else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _gathering(self, what: str) -> Iterator[None]:
+        """Ranks send each other what is on their devices; `what` is called, as others are told."""
+        with self.host.on_device() if self.parts is not None else contextlib.nullcontext(), self._calling(what):
+            yield
+
+    def _calling(self, what: str, often: bool = False) -> contextlib.AbstractContextManager[None]:
+        """What is called, as other ranks are told."""
+        return self.parts.calling(what, often) if self.parts is not None else contextlib.nullcontext()
 
     # -- what one may ask ----------------------------------------------------------------------------------------
 

@@ -13,10 +13,13 @@ A run of one process is a team of one, which says nothing to nobody.
 from __future__ import annotations
 
 import json
+import os
 import platform
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
+from pathlib import Path
 from signal import Signals
 from types import TracebackType
 from typing import Any, Self
@@ -31,6 +34,7 @@ from mycel.run.checkpoint import ALONE, MeshProcess
 from mycel.run.processes import Processes, code_version, world
 from mycel.run.rendezvous import seat
 from mycel.run.shares import Shares
+from mycel.sizes import span
 from mycel.train.config import Config, Parallel, anchored, dump, is_file
 
 TWO_AXES = {"tx", "ty"}  # of the plan tp2d
@@ -65,6 +69,11 @@ class Team:
     def first(self, make: Callable[[], Any]) -> Any:
         """What rank 0 makes, on all."""
         return self.tell(make() if self.rank == 0 else None)[0]
+
+    def again(self, run: Path) -> str:
+        """The line that goes on with a run, on as many ranks where all are on this host."""
+        here = self.processes is not None and os.environ.get("LOCAL_WORLD_SIZE") == str(self.mesh.world)
+        return f"mycel train --resume {shlex.quote(str(run))}{f' --nproc {self.mesh.world}' * here}"
 
     def asked(self, signal: Callable[[], Signals | None]) -> Callable[[], Signals | None]:
         """Ask all ranks whether they were asked to stop; the answer, the same on all, is waited for by a call of the
@@ -149,7 +158,7 @@ def _searched(config: Config, count: int) -> tuple[Plan, str]:
     answer = planner.question(config, ranks_of(config.train.device, count)).run()
     best = answer.best
     assert best is not None and best.plan is not None
-    return best.plan.given, f"{AUTO} ({best.shape}; {best.seconds * 1e3:,.1f} ms a step predicted)"
+    return best.plan.given, f"{AUTO} ({best.shape}; {span(best.seconds)} a step predicted)"
 
 
 def _of_several_programs(parallel: Parallel) -> Plan | None:
