@@ -36,7 +36,7 @@ accept: setup          ## rewrite golden texts; read the diff before committing
 
 docs: setup            ## the site from docs/ in site/: every link checked, nothing fetched when it is read
 	$(BIN)/python -m pip install -q -e ".[docs]"
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	! grep -rlE '<(script|link|img)[^>]*(src|href)="https?://' site --include='*.html'
 
 bench: setup           ## ours and the peers in the same run

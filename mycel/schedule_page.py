@@ -1,4 +1,4 @@
-"""The schedule of a pipeline as a picture: rows are ranks, boxes are steps, what is left white is bubbles.
+"""The schedule of a pipeline as a picture: rows are ranks, boxes are steps, what is left empty is bubbles.
 
 schedule_svg(times)           one drawing, to be put into a page
 schedule_page({name: times})  a page of its own, predicted above measured in one scale
@@ -9,7 +9,9 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping
 
+from mycel.html_page import html_page
 from mycel.plan.schedule import BACKWARD, FORWARD, NAMES, WEIGHT, PipelineTimes
+from mycel.sizes import span
 
 WIDTH, LEFT, ROW, GAP = 1100, 70, 24, 4  # pixels
 COLORS = {FORWARD: "#4c78a8", BACKWARD: "#f58518", WEIGHT: "#54a24b"}
@@ -27,16 +29,16 @@ def schedule_svg(times: PipelineTimes, seconds: float = 0.0) -> str:
             start, end = times.start[step], times.end[step]
             x, width = LEFT + start * scale, max((end - start) * scale, 0.3)
             light = ' fill-opacity="0.65"' if several and step.stage >= times.schedule.ranks else ""
-            title = f"{step.words}\n{(end - start) * 1e3:.3f} ms from {start * 1e3:.3f} ms"
+            title = f"{step.words}\n{span(end - start)} from {span(start)}"
             inside.append(
                 f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{ROW}" fill="{COLORS[step.kind]}"{light} '
-                f'stroke="white" stroke-width="0.4"><title>{html.escape(title)}</title></rect>'
+                f'class="step"><title>{html.escape(title)}</title></rect>'
             )
             if width > NARROW * len(str(step)):
-                inside.append(f'<text x="{x + 3:.1f}" y="{y + ROW * 0.65:.0f}" fill="white">{step}</text>')
+                inside.append(f'<text x="{x + 3:.1f}" y="{y + ROW * 0.65:.0f}" class="name">{step}</text>')
     height = times.schedule.ranks * (ROW + GAP) + 4
     size = f'width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}"'
-    return f'<svg {size} font-family="system-ui" font-size="10">{"".join(inside)}</svg>'
+    return f"<svg {size}>{''.join(inside)}</svg>"
 
 
 def schedule_section(times: PipelineTimes, name: str = "", seconds: float = 0.0) -> str:
@@ -46,8 +48,8 @@ def schedule_section(times: PipelineTimes, name: str = "", seconds: float = 0.0)
     keys = "".join(f'<span style="background:{COLORS[k]}"></span>{NAMES[k]}' for k in COLORS)
     what = (
         f"{s.stages} stages on {s.ranks} ranks, {s.microbatches} microbatches, schedule {s.name}: "
-        f"{times.seconds * 1e3:,.2f} ms, bubbles {share:.1%} "
-        f"({', '.join(f'{x * 1e3:,.2f}' for x in idle)} ms on each rank)"
+        f"{span(times.seconds)}, bubbles {share:.1%} "
+        f"({', '.join(map(span, idle))} on each rank)"
     )
     head = f"<h2>{html.escape(name)}</h2>" if name else ""
     return f'{head}<p>{html.escape(what)}</p><p class="key">{keys}</p>{schedule_svg(times, seconds)}'
@@ -57,10 +59,5 @@ def schedule_page(drawings: Mapping[str, PipelineTimes | None]) -> str:
     """Drawings in one scale, each under its name."""
     known = {name: times for name, times in drawings.items() if times is not None}
     longest = max((times.seconds for times in known.values()), default=0.0)
-    style = "body { font: 14px system-ui, sans-serif; margin: 2rem auto; max-width: 1140px; padding: 0 1rem; } "
-    style += "svg { max-width: 100%; height: auto; } svg text { fill: #333; } "
-    style += "svg text[fill=white] { fill: white; } "
-    style += ".key span { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em; }"
     sections = "\n".join(schedule_section(times, name, longest) for name, times in known.items())
-    head = f'<meta charset="utf-8"><title>Schedule of a pipeline</title><style>{style}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n{sections}\n</body></html>\n'
+    return html_page("Schedule of a pipeline", sections)

@@ -1,7 +1,5 @@
 """What a search found, as one page that needs nothing but itself: a table of plans, and of the best one the step on its
 streams, the memory over it with the values at its peak, and how parameters are cut.
-
-Pictures are SVG, written here; nothing is loaded from anywhere.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mycel.candidates import Answer, Candidate
+from mycel.html_page import html_page
 from mycel.ir import DEVICE, Eqn, Mesh, Program, Type, host_held, lifetimes, read_layout
 from mycel.plan import Times, travels
 from mycel.plan.clock import COMPUTE, ON_HOST, Event, size
@@ -24,21 +23,9 @@ SMALLEST = 0.35  # pixels: what is thinner is drawn with its neighbours
 COLORS = {
     "forward": "#4c78a8", "backward": "#f58518", "update": "#54a24b", "message": "#b279a2", "copy": "#72b7b2",
 }  # fmt: skip
-CUTS = ("#dbe7f3", "#fde3c8", "#dcefd9", "#ecdff0", "#fbd9d7")  # parts of a parameter
+CUTS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756")  # parts of a parameter, thinly
 AT_PEAK = 12  # values that are named
 STAYS = {"parameter": "parameters", "buffer": "buffers", "state": "optimiser state", "batch": "the batch"}
-STYLE = """
-body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1340px; padding: 0 1rem; color: #222; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.1rem; margin-top: 2.2rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-td, th { padding: .25rem .7rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
-td:first-child, th:first-child, td:last-child, th:last-child { text-align: left; }
-.scroll td:first-child, .scroll td:nth-last-child(-n+2) { white-space: normal; min-width: 11rem; }
-tr.best { background: #eef6ee; } .scroll { overflow-x: auto; } .quiet { color: #777; }
-svg { max-width: 100%; height: auto; } svg text { font: 11px system-ui, sans-serif; fill: #444; }
-.cuts { display: flex; flex-wrap: wrap; gap: 1.2rem; } figure { margin: 0; } figcaption { font-size: 12px; }
-.key span { display: inline-block; width: .8em; height: .8em; margin: 0 .3em 0 1em; }
-"""
 
 
 @dataclass(frozen=True)
@@ -70,8 +57,7 @@ def page(answer: Answer, detail: Detail | None, top: int = 20) -> str:
             "<h2>Parameters</h2>",
             _parameters(best, detail),
         ]
-    head = f'<meta charset="utf-8"><title>Plans for {_text(answer.cluster)}</title><style>{STYLE}</style>'
-    return f'<!doctype html>\n<html lang="en"><head>{head}</head><body>\n' + "\n".join(parts) + "\n</body></html>\n"
+    return html_page(f"Plans for {answer.cluster}", "\n".join(parts))
 
 
 def _text(x: object) -> str:
@@ -128,7 +114,7 @@ def _what(event: Event) -> str:
 
 
 def _box(b: Box, y: float, scale: float) -> str:
-    took = f"{(b.end - b.start) * 1e3:.3f} ms from {b.start * 1e3:.3f} ms"
+    took = f"{span(b.end - b.start)} from {span(b.start)}"
     x, width = 90 + b.start * scale, max((b.end - b.start) * scale, SMALLEST)
     title = f"<title>{_text(b.text)}\n{took}</title>"
     return f'<rect x="{x:.2f}" y="{y}" width="{width:.2f}" height="{ROW}" fill="{b.color}">{title}</rect>'
@@ -152,8 +138,7 @@ def _merged(boxes: Iterable[Box], least: float) -> Iterator[Box]:
 def _ticks(seconds: float, scale: float, height: int) -> list[str]:
     marks = [seconds * k / 5 for k in range(6)]
     return [
-        f'<text x="{90 + t * scale:.0f}" y="{height - 6}" text-anchor="{"end" if k == 5 else "start"}">'
-        f"{t * 1e3:,.1f} ms</text>"
+        f'<text x="{90 + t * scale:.0f}" y="{height - 6}" text-anchor="{"end" if k == 5 else "start"}">{span(t)}</text>'
         for k, t in enumerate(marks)
     ]
 
@@ -211,9 +196,10 @@ def _over_time(curve: Sequence[tuple[float, int]], held: int, seconds: float) ->
         points += [f"{90 + t * scale:.1f},{last:.1f}", f"{90 + t * scale:.1f},{height:.1f}"]
         last = height
     points.append(f"{WIDTH},{last:.1f}")
-    area = f'<polygon points="90,{tall} {" ".join(points)} {WIDTH},{tall}" fill="#9ecae9" stroke="#4c78a8"/>'
+    corners = f"90,{tall} {' '.join(points)} {WIDTH},{tall}"
+    area = f'<polygon points="{corners}" fill="#4c78a8" fill-opacity="0.45" stroke="#4c78a8"/>'
     base = tall - held / most * (tall - 20)
-    line = f'<line x1="90" x2="{WIDTH}" y1="{base:.1f}" y2="{base:.1f}" stroke="#777" stroke-dasharray="4 3"/>'
+    line = f'<line x1="90" x2="{WIDTH}" y1="{base:.1f}" y2="{base:.1f}" class="mark" stroke-dasharray="4 3"/>'
     labels = [
         f'<text x="0" y="24">{shown(int(most))}</text>',
         f'<text x="0" y="{max(base, 40):.0f}">{shown(held)}</text>',
@@ -256,7 +242,7 @@ def _sheet(name: str, shape: Sequence[int], entry: object, mesh: Mesh) -> str:
     down, across = min(down, 16), min(across, 16)
     cells = [
         f'<rect x="{j * wide / across:.1f}" y="{i * tall / down:.1f}" width="{wide / across:.1f}" '
-        f'height="{tall / down:.1f}" fill="{CUTS[(i * across + j) % len(CUTS)]}" stroke="#999"/>'
+        f'height="{tall / down:.1f}" fill="{CUTS[(i * across + j) % len(CUTS)]}" fill-opacity="0.3" class="mark"/>'
         for i in range(down)
         for j in range(across)
     ]

@@ -43,7 +43,7 @@ def table(answer: Answer, top: int = 5) -> str:
     lines += [f"remark     {text}" for text in answer.remarks]
     left = "" if answer.complete else "; stopped early, there may be better ones"
     count = f"{len(answer.candidates)} plans" if len(answer.candidates) != 1 else "one plan"
-    lines += [f"planning   {answer.seconds:.1f} s, {count} priced{left}"]
+    lines += [f"planning   {span(answer.seconds)}, {count} priced{left}"]
     return "\n".join(lines)
 
 

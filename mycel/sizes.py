@@ -37,5 +37,14 @@ def counted(count: int, noun: str) -> str:
 
 
 def span(seconds: float) -> str:
-    """0.0123 => 12.3 ms, 0.00004 => 40 µs"""
-    return f"{seconds * 1e6:,.0f} µs" if 0 < abs(seconds) < 1e-3 else f"{seconds * 1e3:,.1f} ms"
+    """0.00004 => 40 µs, 0.0123 => 12.3 ms, 1.234 => 1.23 s, 21.488 => 21.5 s, 3723 => 1 h 02 min"""
+    size = abs(seconds)
+    if 0 < size < 0.9995e-3:
+        return f"{seconds * 1e6:.0f} µs"
+    if size < 0.99995:
+        return f"{seconds * 1e3:.1f} ms"
+    if size < 119.95:
+        return f"{seconds:.2f} s" if size < 9.995 else f"{seconds:.1f} s"
+    minutes, rest = divmod(round(size), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{'-' * (seconds < 0)}{f'{hours:,} h {minutes:02} min' if hours else f'{minutes} min {rest:02} s'}"

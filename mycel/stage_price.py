@@ -32,7 +32,7 @@ from mycel.plan.cuts import CutBlock, Fits, best_cut
 from mycel.plan.schedule import BACKWARD, FORWARD, KINDS, WEIGHT, PipelineTimes, StageStep, named, stages_a_rank
 from mycel.planning import LaidOut
 from mycel.shallow import Shallow
-from mycel.sizes import shown
+from mycel.sizes import shown, span
 
 # of a piece, in the order of FIGURES; then of each stream, in all and exposed, of one microbatch and of each more
 Figures = np.ndarray
@@ -87,8 +87,8 @@ class PricedStages:
             f"microbatches, schedule {self.schedule.name}",
             f"  begin at       {', '.join(self.begin)}",
             f"  layers         {', '.join(map(str, self.layers))}",
-            f"  in all         {self.line.seconds * 1e3:,.1f} ms of {self.times.seconds * 1e3:,.1f} ms, of which ranks "
-            f"wait {min(idle) * 1e3:,.1f} to {max(idle) * 1e3:,.1f} ms ({share:.1%})",
+            f"  in all         {span(self.line.seconds)} of {span(self.times.seconds)}, of which ranks "
+            f"wait {span(min(idle))} to {span(max(idle))} ({share:.1%})",
             f"  memory         {shown(min(self.peaks))} to {shown(max(self.peaks))} a device",
         ]
         return "\n".join(lines)

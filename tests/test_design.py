@@ -41,6 +41,12 @@ def test_lines_are_short():
     assert [f"{path}:{i}" for path, i, line in lines if len(line) > 120 and not is_row(path, line)] == []
 
 
+def test_spans_of_time_are_put_into_words_in_one_place():
+    """mycel.sizes.span: 40 µs, 12.3 ms, 21.5 s, and never 21,488.59 ms."""
+    written = re.compile(r"(\} ?(ms|µs|us)|\.\df\} s)\b")
+    assert [p.name for p in (ROOT / "mycel").rglob("*.py") if written.search(p.read_text())] == ["sizes.py"]
+
+
 def spans(text: str) -> list[str]:
     """What stands between backticks in prose."""
     return re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))

@@ -147,8 +147,8 @@ def test_a_trip_says_how_long_a_value_is_away():
     trips = {trip.value.name: trip for trip in travels(program, timer)}
     a, s, step_s = trips["a"], trips["s"], timer.spans(program, "main")[-1][1]
     assert s.home and math.isclose(s.away, step_s - (s.leaves[0].end - s.comes[0].start))
-    assert re.search(r"^s: 16.00 KiB, lives there; comes .*, leaves .*; away for up to [\d.]+ ms", str(s))
-    assert not a.home and re.search(r"^a: 16.00 KiB, away for [\d.]+ ms; leaves .*, back ", str(a))
+    assert re.search(r"^s: 16.00 KiB, lives there; comes .*, leaves .*; away for up to [\d.]+ (µs|ms)", str(s))
+    assert not a.home and re.search(r"^a: 16.00 KiB, away for [\d.]+ (µs|ms); leaves .*, back ", str(a))
 
 
 @settings(max_examples=200, deadline=None)

@@ -17,6 +17,7 @@ import torch
 import yaml
 from expert_families import family
 from models import gpt2, llama
+from pages import check_colors
 from torch import nn
 from typer.testing import CliRunner
 
@@ -236,15 +237,22 @@ def test_a_page_of_plans_needs_nothing_but_itself():
     text = search_page.page(answer, replace(plan_search.detail(answer.best), schedule=line))
     assert "http" not in text and "<script" not in text and "src=" not in text
     root = ElementTree.fromstring(text.removeprefix("<!doctype html>").replace('<meta charset="utf-8">', ""))
+    check_colors(text)
     boxes = [x for x in root.iter("rect") if x.find("title") is not None]
     assert boxes and len(list(root.iter("tr"))) > len(answer.candidates)
     assert {x.text for x in root.iter("text")} >= {"compute", *answer.best.sent, "rank 1", "F3.0", "W0.3"}
 
 
-def test_small_steps_are_told_in_microseconds():
-    assert [span(s) for s in (0.0, 4e-5, -4e-5, 9.99e-4, 1e-3, 12.3456)] == [
-        "0.0 ms", "40 µs", "-40 µs", "999 µs", "1.0 ms", "12,345.6 ms",
+def test_spans_of_time_are_told_in_a_unit_of_their_size():
+    assert [span(s) for s in (0.0, 4e-5, -4e-5, 9.99e-4, 9.996e-4, 0.01234, -0.9999, 0.99996)] == [
+        "0.0 ms", "40 µs", "-40 µs", "999 µs", "1.0 ms", "12.3 ms", "-999.9 ms", "1.00 s",
     ]  # fmt: skip
+    assert [span(s) for s in (1.234, 9.996, 21.48859, 119.94, 119.96, -119.96, 3599.6, 93_784.0)] == [
+        "1.23 s", "10.0 s", "21.5 s", "119.9 s", "2 min 00 s", "-2 min 00 s", "1 h 00 min", "26 h 03 min",
+    ]  # fmt: skip
+
+
+def test_a_bound_is_told_with_the_plans():
     answer = of(Blocks(), cluster=TWO, given={"mesh": {"tp": 2}}).run()
     bound = re.search(r"bound +([\d,]+) µs", search_text.table(answer))[1]
     assert float(bound) == pytest.approx(answer.bound * 1e6, abs=0.5)

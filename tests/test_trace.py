@@ -8,6 +8,7 @@ import models
 import pytest
 import torch
 from golden import golden
+from pages import check_colors
 
 import mycel
 from mycel.ir import Mesh
@@ -77,7 +78,9 @@ def test_chrome():
 
 
 def test_page():
-    golden("schedule_page", schedule_page({"predicted": timeline(named("zbh1", 2, 2), COSTS), "measured": None}))
+    page = schedule_page({"predicted": timeline(named("zbh1", 2, 2), COSTS), "measured": None})
+    check_colors(page)
+    golden("schedule_page", page)
 
 
 def test_before_the_first_step():

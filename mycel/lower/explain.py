@@ -20,6 +20,7 @@ from mycel.lower.distribute import Distributed
 from mycel.lower.spmd import LoweredBlock, interface, lowered_block
 from mycel.plan import PipelineSchedule, Plan, timeline
 from mycel.plan.links import sent_by
+from mycel.sizes import span
 
 WIDTH = 100  # at most, before the comment of a line
 SHOWN = 64  # stages times microbatches that a schedule is drawn for
@@ -130,10 +131,7 @@ def schedule_text(schedule: PipelineSchedule, plan: Plan) -> str:
     lines += [f"  begin at       {', '.join(plan.decided.stages)}"] if not plan.place else []
     if plan.predicted.steps is not None:
         times = timeline(schedule, plan.predicted.steps)
-        lines += [
-            f"  in all         {times.seconds * 1e3:.2f} ms, of which ranks wait "
-            f"{', '.join(f'{idle * 1e3:.2f}' for idle in times.idle)} ms"
-        ]
+        lines += [f"  in all         {span(times.seconds)}, of which ranks wait {', '.join(map(span, times.idle))}"]
         lines += (
             [f"  {row}" for row in str(times).splitlines()] if schedule.microbatches * schedule.stages <= SHOWN else []
         )

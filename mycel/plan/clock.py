@@ -62,6 +62,7 @@ from mycel.plan.cost import TURNS, Costs
 from mycel.plan.hardware import Hardware
 from mycel.plan.kernels import moments
 from mycel.plan.links import Link, Links, message, packed_bytes
+from mycel.sizes import span
 
 WORKSPACE = 100 << 20  # what the libraries for products and attention take on a GPU, once: as seen on an H200
 # streams besides those of links
@@ -181,14 +182,14 @@ class Times:
 
 
 def times_text(seconds: float, parts: Mapping[str, tuple[float, float]], assumed: Sequence[str]) -> str:
-    """For people: predicted step   12.00 ms: computing 10.00 ms, network 4.00 ms (2.00 ms exposed)"""
-    shares = [f"computing {milliseconds(total)}" for name, (total, _) in parts.items() if name == COMPUTE]
+    """For people: predicted step   12.0 ms: computing 10.0 ms, network 4.0 ms (2.0 ms exposed)"""
+    shares = [f"computing {span(total)}" for name, (total, _) in parts.items() if name == COMPUTE]
     shares += [
-        f"{name} {milliseconds(total)} ({milliseconds(max(0.0, exposed))} exposed)"
+        f"{name} {span(total)} ({span(max(0.0, exposed))} exposed)"
         for name, (total, exposed) in parts.items()
         if name != COMPUTE
     ]
-    line = f"predicted step   {milliseconds(seconds)}" + (f": {', '.join(shares)}" if shares else "")
+    line = f"predicted step   {span(seconds)}" + (f": {', '.join(shares)}" if shares else "")
     return "\n".join([line, *(f"  assumed        {each}" for each in assumed)])
 
 
@@ -343,10 +344,6 @@ def _slow_beside_updates(lines: Sequence[Line], hardware: Hardware) -> None:
 def clock(program: Program, hardware: Hardware, links: Links | None = None, compiled: Collection[str] = ()) -> Times:
     """The times of one run of a local program; whoever asks about many that share blocks keeps a `Clock`."""
     return Clock(hardware, links, any(e.op.transfers for _, e in walk(program)))(program, compiled)
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.2f} ms"
 
 
 def size(v: Var) -> int:

@@ -37,6 +37,7 @@ from mycel.ir import Mesh
 from mycel.ops.codec_kernels import FORMS, codec_of, encode_rows
 from mycel.ops.codecs import Compression, rank_of
 from mycel.plan.names import unmatched
+from mycel.sizes import span
 
 SMALL = 4096  # elements; below it a message's start costs more than its bytes
 EXEMPT = ("*router*", "*norm*")  # a little noise changes much, and they are few
@@ -355,19 +356,19 @@ def least_lossy(seconds: Mapping[str, float]) -> str:
 
 def choice_text(seconds: Mapping[str, float], chosen: str) -> str:
     """Why `auto` chose as it did: the seconds of a step by each choice, and what loses too much."""
-    ms = {text: f"{s * 1e3:.3g} ms" for text, s in seconds.items()}
+    took = {text: span(s) for text, s in seconds.items()}
     lossy = [f"; {text} would lose {usual_loss(text):.2g} of a gradient" for text in CANDIDATES if text not in seconds]
     others = {text: s for text, s in seconds.items() if text not in (EXACT, chosen)}
     text = min(others, key=others.__getitem__, default="")
     saved = 1 - others[text] / seconds[chosen] if text else 0.0
     more = f"{text} would save {saved:.1%} more, {WORTH:.0%} are asked for what it loses" if saved > 0 else ""
     if chosen != EXACT:
-        return f"{chosen}: {ms[chosen]} a step, exact {ms[EXACT]}{more and f'; {more}'}{''.join(lossy)}"
+        return f"{chosen}: {took[chosen]} a step, exact {took[EXACT]}{more and f'; {more}'}{''.join(lossy)}"
     if not others:
-        return f"exact: {ms[EXACT]} a step{''.join(lossy)}"
-    cost = f"compression would cost {(others[text] - seconds[EXACT]) * 1e3:.3g} ms a step"
+        return f"exact: {took[EXACT]} a step{''.join(lossy)}"
+    cost = f"compression would cost {span(others[text] - seconds[EXACT])} a step"
     why = more.replace(" more,", ",") or f"links are fast: {cost}"
-    return f"exact: {why} ({text} {ms[text]}, exact {ms[EXACT]}){''.join(lossy)}"
+    return f"exact: {why} ({text} {took[text]}, exact {took[EXACT]}){''.join(lossy)}"
 
 
 def _hint(axes: Sequence[str]) -> str:

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
+from mycel.sizes import span
+
 LAST = 50  # runs that count
 ENOUGH = 3  # runs from which something can be said
 STEADY = 5  # steps from which a run says what one takes
@@ -50,7 +52,7 @@ class Measured:
         """For people: 12.3 ms measured, 11.0 ms predicted (-11 %)"""
         error = self.predicted_s / self.measured_s - 1
         few = "" if self.is_steady else f"; of {self.steps} step{'s' * (self.steps != 1)}, which tell little"
-        times = f"{self.measured_s * 1e3:,.1f} ms measured, {self.predicted_s * 1e3:,.1f} ms predicted"
+        times = f"{span(self.measured_s)} measured, {span(self.predicted_s)} predicted"
         return f"{times} ({error:+.0%}){few}"
 
 

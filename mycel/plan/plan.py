@@ -72,7 +72,7 @@ from mycel.plan.residuals import Residuals
 from mycel.plan.schedule import PLACE_SCHEDULES, PipelineSchedule, named, read_orders, stages_a_rank
 from mycel.plan.synchronising import SyncPolicy, read_sync, refuse_codec, refuse_layouts, sync_text
 from mycel.plan.zero import read_zero, zero_data
-from mycel.sizes import shown
+from mycel.sizes import shown, span
 
 KEYS = (
     "mesh", "parameters", "batch", "activations", "zero", "microbatches", "at_once", "stages", "schedule", "place",
@@ -468,7 +468,7 @@ class Plan:
         first = {(d.block, d.keep): d for d in reversed(self.residuals.pairs)}
         for (block, keep), calls in count.items():
             d = first[block, keep]
-            again = f"{d.seconds * 1e3:.2f} ms computed again" if d.seconds else "nothing computed again"
+            again = f"{span(d.seconds)} computed again" if d.seconds else "nothing computed again"
             lines.append(f"residuals        {block} x{calls}: {shown(d.bytes)} kept each, {again}")
             lines.append(f"  keeps          {', '.join(keep) or 'its inputs alone'}")
         return "\n".join(lines)

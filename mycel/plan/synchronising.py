@@ -32,6 +32,7 @@ from mycel.errors import PlanError
 from mycel.ir import Layout, Mesh
 from mycel.plan.compression import CompressedAxis
 from mycel.plan.names import near
+from mycel.sizes import span
 
 EVERY_STEP = "every step"
 OUTER = {"lr": 0.7, "momentum": 0.9}
@@ -221,4 +222,4 @@ def refuse_codec(policy: SyncPolicy, encoded: CompressedAxis | None) -> None:
 
 def sync_text(policy: SyncPolicy, seconds: float, sent_bytes: float) -> str:
     """What a policy costs, for people: seconds of a step, and bytes that a rank sends for each."""
-    return f"along {policy.axis} {policy}: {sent_bytes:,.0f} bytes and {seconds * 1e3:.3g} ms for each step"
+    return f"along {policy.axis} {policy}: {sent_bytes:,.0f} bytes and {span(seconds)} for each step"

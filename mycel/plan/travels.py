@@ -21,7 +21,7 @@ from mycel.ir import HOST, Eqn, Program, Var, chains, order
 from mycel.plan.clock import Clock
 from mycel.plan.host_update import column
 from mycel.plan.offload import Offload
-from mycel.sizes import shown
+from mycel.sizes import shown, span
 
 
 @dataclass
@@ -33,8 +33,8 @@ class Copy:
     waited: float
 
     def __str__(self) -> str:
-        waited = f" (waited for {self.waited * 1e3:.2f} ms)" if self.waited > 1e-9 else ""
-        return f"{self.start * 1e3:.2f} - {self.end * 1e3:.2f} ms{waited}"
+        waited = f" (waited for {span(self.waited)})" if self.waited > 1e-9 else ""
+        return f"{span(self.start)} - {span(self.end)}{waited}"
 
 
 @dataclass
@@ -58,7 +58,7 @@ class RoundTrip:
         if self.home:
             there = [self.updated] if self.updated else []
             ways = ", ".join([*(f"comes {c}" for c in self.comes), *(f"leaves {c}" for c in self.leaves), *there])
-            apart = f"; away for up to {self.away * 1e3:.2f} ms" if self.comes else ""
+            apart = f"; away for up to {span(self.away)}" if self.comes else ""
             return f"{self.value.name}: {shown(self.value.type.bytes)}, lives there; {ways}{apart}{hidden}"
         if not self.comes:
             return f"{self.value.name}: {shown(self.value.type.bytes)}, leaves for good {self.leaves[0]}{hidden}"
@@ -66,7 +66,7 @@ class RoundTrip:
         updated = f", {self.updated}" if self.updated else ""
         back = "".join(f", back {c}" for c in self.comes)
         return (
-            f"{self.value.name}: {shown(self.value.type.bytes)}, away for {away * 1e3:.2f} ms; "
+            f"{self.value.name}: {shown(self.value.type.bytes)}, away for {span(away)}; "
             f"leaves {self.leaves[0]}{updated}{back}{hidden}"
         )
 
@@ -140,4 +140,4 @@ def _updated(eqn: Eqn, start: float, end: float) -> Iterator[tuple[Var, Var, str
     for i in range(eqn.params["count"]):
         (p, *state), (new, *_), _ = column(eqn, i)
         held = shown(sum(v.type.bytes for v in state))
-        yield p, new, f"updated there {start * 1e3:.2f} - {end * 1e3:.2f} ms with {held} of state"
+        yield p, new, f"updated there {span(start)} - {span(end)} with {held} of state"

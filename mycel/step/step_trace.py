@@ -15,6 +15,7 @@ from mycel.plan import PLACE_AXIS, STAGE_AXIS, Plan
 from mycel.plan.schedule import KINDS, PipelineSchedule, PipelineTimes, StageStep, step_name, timeline
 from mycel.run.trace import STEP, Span, chrome_trace
 from mycel.schedule_page import schedule_page
+from mycel.sizes import span
 
 
 @dataclass
@@ -82,11 +83,11 @@ class StepTrace:
         return {"trace.json": self.chrome()} | ({"schedule.html": self.page()} if self.schedule is not None else {})
 
     def __str__(self) -> str:
-        return measured_text(self.measured) if self.measured is not None else f"measured step    {self.seconds:.4f} s"
+        return measured_text(self.measured) if self.measured is not None else f"measured step    {span(self.seconds)}"
 
 
 def measured_text(times: PipelineTimes) -> str:
     """For people: as `explain` has what was predicted."""
-    wait = ", ".join(f"{idle * 1e3:.2f}" for idle in times.idle)
-    head = f"  measured       {times.seconds * 1e3:.2f} ms, of which ranks wait {wait} ms"
+    wait = ", ".join(map(span, times.idle))
+    head = f"  measured       {span(times.seconds)}, of which ranks wait {wait}"
     return "\n".join([head, *(f"  {row}" for row in str(times).splitlines())])

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from mycel.plan import error_bars, hardware_of
+from mycel.sizes import span
 from mycel.train import models
 from mycel.train.assemble import Assembly
 from mycel.train.device import describe, memory_total
@@ -72,7 +73,7 @@ def _again(parts: Assembly) -> str:
     plan = parts.step.plan
     pairs = plan.residuals.pairs
     again = [d for d in pairs if d.seconds]
-    said = [f"{len(again)} of {len(pairs)} layers computed again, {sum(d.seconds for d in again) * 1e3:.2f} ms"]
+    said = [f"{len(again)} of {len(pairs)} layers computed again, {span(sum(d.seconds for d in again))}"]
     said = said if again else ["finds all it needs in memory"]
     said += [f"{size(plan.predicted.host)} on the host"] if plan.predicted is not None and plan.predicted.host else []
     return ", ".join(said)
