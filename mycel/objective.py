@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -185,9 +185,12 @@ MORE = 8  # times as many parts as asked for: more of them are told of, for a ba
 
 class Batch:
     """The arguments of a call, and the first of the `parts` they are split into: as many as asked for, or where rows do
-    not divide, the next number that divides them.  So parts weigh the same, and none is larger than was meant."""
+    not divide, the next number that divides them.  So parts weigh the same, and none is larger than was meant.
+    `without_rows`: tensors, by their places among those of the arguments, that are no rows of it, however long."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int) -> None:
+    def __init__(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], parts: int, without_rows: Collection[int] = ()
+    ) -> None:
         self.args, self.kwargs, self.parts = args, kwargs, parts
         self.leaves: list[torch.Tensor] = []
         self.tree = flatten_arguments((args, kwargs), self.leaves)
@@ -196,7 +199,9 @@ class Batch:
                 f"accumulate={parts} splits the batch by its rows, and a sparse tensor of it has none\n"
                 "  try       accumulate=1, or a batch of dense tensors"
             )
-        self.rows = next((x.shape[0] for x in self.leaves if x.ndim), None)
+        in_rows = [x for i, x in enumerate(self.leaves) if x.ndim and i not in without_rows]
+        self.rows = in_rows[0].shape[0] if in_rows else None
+        self.in_rows = {id(x) for x in in_rows if x.shape[0] == self.rows}
         if parts > 1 and self.rows is not None:
             self.parts = next((k for k in range(min(parts, self.rows), self.rows + 1) if k and self.rows % k == 0), 0)
         if parts > 1 and not (self.rows and self.parts):
@@ -213,7 +218,7 @@ class Batch:
             warn(message)
 
     def is_split(self, x: torch.Tensor) -> bool:
-        return self.parts > 1 and x.ndim > 0 and x.shape[0] == self.rows
+        return self.parts > 1 and id(x) in self.in_rows
 
     def part(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for one part."""

@@ -5,9 +5,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import VOCAB, bert, gpt2, llama
-from stepping import adam, adamw, agree, beside, cross_entropy, mlp, plain_step, rows, sgd
+from stepping import adam, adamw, agree, beside, both, cross_entropy, mlp, plain_step, rows, sgd
 from torch import nn
 from torch._inductor import config
+
+import mycel
+from mycel import transform
 
 # -- models: fifty steps, a new batch each, parts of a batch with unequal counts
 
@@ -186,6 +189,7 @@ def test_large_finite_gradients_are_no_reason_to_skip(dtype, size):
 # -- accumulation: the loss and gradient of the whole batch, whatever the loss is
 
 WEIGHT = torch.tensor([0.5, 1.0, 2.0, 0.3, 0.7])
+W = torch.randn(6, 5, generator=torch.Generator().manual_seed(1))
 
 
 def mean_of_kept(out, y):
@@ -261,15 +265,75 @@ def test_parts_with_the_count_of_the_whole_batch_given(count):
     agree(beside(mlp, sgd(), lambda i: (*rows(i), count), loss, accumulate=2), params=1e-5)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="whatever has the batch's first dim by chance is split: here class weights, as many as there are rows",
-)
-def test_parts_with_an_argument_as_long_as_the_batch():
-    def loss(out, y, weight):
+class Lookup(nn.Module):
+    """Features beside rows of a table that is an argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(6 + 3, 8), nn.Linear(8, 5)
+
+    def forward(self, x, ids, table):
+        return self.down(self.up(torch.cat([x, table[ids]], -1)).tanh())
+
+
+def test_what_is_as_long_as_the_batch_by_chance_is_given_to_each_part():
+    """Class weights, scales of features, tables, also in front of what has rows; and what a loss mixes has rows."""
+
+    def weighed(out, y, weight):
         return cross_entropy(out, y, weight=weight)
 
-    agree(beside(mlp, sgd(), lambda i: (*rows(i, 5), WEIGHT), loss, accumulate=5), params=1e-5)
+    agree(beside(mlp, sgd(), lambda i: (*rows(i, 5), WEIGHT), weighed, accumulate=5), params=1e-5)
+
+    def scaled(out, y, scale):
+        return cross_entropy(out * scale, y)
+
+    agree(beside(mlp, sgd(), lambda i: (*rows(i, 5), WEIGHT), scaled, accumulate=5), params=1e-5)
+
+    def mixed(model, x, y, ids, table):
+        return cross_entropy(model(x, ids, table), y)
+
+    def mixed_table_first(model, table, ids, x, y):
+        return cross_entropy(model(x, ids, table), y)
+
+    for length in (6, 4):
+        table = torch.randn(length, 3, generator=torch.Generator().manual_seed(3))
+        ids = torch.tensor([3, 0, 1, 1, 2, 3])
+
+        def batches(i, ids=ids, table=table):
+            x, y = rows(i, 6)
+            return x, y, ids, table
+
+        def table_first(i, ids=ids, table=table):
+            x, y = rows(i, 6)
+            return table, ids, x, y
+
+        for loss, given in ((mixed, batches), (mixed_table_first, table_first)):
+            pair = both(Lookup, sgd(), loss, accumulate=3)
+            for i in range(3):
+                ours = pair.step(*given(i)).item()
+                pair.plain.zero_grad()
+                value = loss(pair.twin, *given(i))
+                value.backward()
+                pair.plain.step()
+                assert ours == pytest.approx(value.item(), rel=1e-5)
+
+
+def test_what_is_looked_up_in_may_be_the_batch():
+    """Mixup; and features that meet the batch's in a product alone are rows, too."""
+
+    def mixed(x, y, permutation, share):
+        out = (torch.lerp(x, x[permutation], share) @ W).log_softmax(-1)
+        return F.nll_loss(out, y[permutation]) + F.nll_loss(out, y)
+
+    def met(x, y):
+        return cross_entropy(x @ y.T, torch.arange(len(x)))
+
+    x, y = rows(0, 6)
+    mixing = mycel.capture(mixed, x, y.clamp(min=0), torch.randperm(6), torch.tensor(0.3))
+    meeting = mycel.capture(met, x, x.flip(0))
+    for program in (mixing, meeting):
+        names = [v.name for v in program.inputs_of("batch")]
+        assert transform.without_rows(program, names) == set()
 
 
 def test_what_is_not_a_batch_is_given_to_each_part():

@@ -12,6 +12,8 @@ from test_step import text
 from torch import nn
 from torch.optim import lr_scheduler
 
+import mycel
+
 # -- the optimiser's state
 
 OPTIMISERS = [
@@ -226,6 +228,32 @@ def test_batch_norm_with_a_cumulative_average():
             cross_entropy,
         )
     )
+
+
+@pytest.mark.parametrize("momentum", [0.3, None])
+def test_a_sync_batch_norm_is_a_batch_norm(momentum):
+    """Also where ranks are there, of which torch's own asks for GPUs; so under a mesh, whose program is the same."""
+
+    def make(norm):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(6, 8), norm(8, momentum=momentum), nn.Linear(8, 5))
+
+    sync, plain = make(nn.SyncBatchNorm), make(nn.BatchNorm1d)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (sync, plain)]
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        step = mycel.train_step(sync, optimizers[0], loss=cross_entropy, compile=False)
+        for i in range(4):
+            for m in (sync, plain):
+                m.train(i < 3)
+            wanted = plain_step(plain, optimizers[1], rows(i), cross_entropy)
+            assert step(*rows(i)).item() == pytest.approx(wanted, rel=1e-5)
+        same = [str(mycel.capture(m.train(), rows(0)[0])) for m in (sync, plain)]
+    finally:
+        torch.distributed.destroy_process_group()
+    for name, value in sync.state_dict().items():
+        torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-5, atol=1e-6)
+    assert same[0] == same[1]
 
 
 def test_tied_weights_stay_tied():

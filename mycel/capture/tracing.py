@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch._functorch import predispatch
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import SyncBatchNorm, _BatchNorm
 from torch.utils.checkpoint import CheckpointFunction
 
 from mycel.capture.autograd import traced_dual, traced_tangents
@@ -60,7 +60,8 @@ def traced_by(tracer: Tracer) -> Iterator[None]:
         Patch(torch.nn.Module, "__call__", traced_call),
         Patch(torch.nn.modules.transformer, "_detect_is_causal_mask", _is_said_causal),
         Patch(encoder, "forward", encoder_forward(encoder.forward)),
-        Patch(_BatchNorm, "forward", cumulative_forward(_BatchNorm.forward)),
+        # one program for all ranks: statistics are the whole batch's, and SyncBatchNorm is a batch norm
+        *(Patch(kind, "forward", cumulative_forward(_BatchNorm.forward)) for kind in (_BatchNorm, SyncBatchNorm)),
         Patch(torch.nn.modules.module, "BackwardHook", ModuleHooks),
         Patch(_Applied, "apply", classmethod(_traced_apply)),
         Patch(predispatch, "_make_dual", _make_dual),

@@ -83,8 +83,7 @@ class Recipe:
 
     def loss_and_gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments) -> UnshardedStep:
         """`data`: the batch, where the arguments hold none."""
-        batch = Batch(args, kwargs, self.settings.accumulate)
-        captured, whole = self._captured(batch, data)
+        batch, captured, whole = self._captured((args, kwargs), data)
         program = self._prepared(replace(captured, program=transform.with_numbers_of(captured.program, whole.program)))
         names = self._trained(captured)
         refuse_mixed_products(program)
@@ -137,22 +136,24 @@ class Recipe:
 
     # -- what is captured ----------------------------------------------------------------------------------------
 
-    def _captured(self, batch: Batch, data: Arguments) -> tuple[Captured, Captured]:
-        """The loss of the first part of the batch, and of all of it: the same, where that is one part."""
-        known, strict = roles_of(self.model, self.optimizer), self.settings.strict
-        first = Batch(*data, self.settings.accumulate).part()
+    def _captured(self, arguments: Arguments, data: Arguments) -> tuple[Batch, Captured, Captured]:
+        """The batch, the loss of its first part, and of all of it: the same, where that is one part."""
+        known, strict, parts = roles_of(self.model, self.optimizer), self.settings.strict, self.settings.accumulate
 
         def of(args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments) -> Captured:
             captured = capture_call(self.fn, args, kwargs, known=known, differentiated=True, data=data, strict=strict)
             return self.changed(captured)
 
-        captured = whole = of(*batch.part(), first)
+        captured = whole = of(*arguments, data)
+        apart = transform.without_rows(whole.program, whole.leaves) if parts > 1 else set()
+        places = [i for i, name in enumerate(whole.leaves) if name in apart]
+        batch, first = (Batch(*given, parts, places) for given in (arguments, data))
         if batch.parts > 1:
-            if captured.effects:  # the next part goes on with what this one changed: numbers of the program
-                captured = of(*batch.part(), first)
-            whole = of(batch.args, batch.kwargs, data)
+            if whole.effects:  # the next part goes on with what this one changed: numbers of the program
+                whole = of(*arguments, data)
+            captured = of(*batch.part(), first.part())
             captured = self._for_all_parts(captured, whole, batch, data)
-        return self._unmasked(captured, whole, data)
+        return batch, *self._unmasked(captured, whole, data)
 
     def _for_all_parts(self, captured: Captured, whole: Captured, batch: Batch, data: Arguments) -> Captured:
         """What was captured for the first part, where what the batch decided is decided so by every part."""

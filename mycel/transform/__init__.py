@@ -10,6 +10,7 @@ from mycel.ir import Program, check
 from mycel.transform import vjp_control  # noqa: F401  enters control flow into vjp
 from mycel.transform.algebra import algebra
 from mycel.transform.attend import attend
+from mycel.transform.batch_dims import without_rows
 from mycel.transform.by_parts import by_parts
 from mycel.transform.causal import causal, masks
 from mycel.transform.compressing import DRAWS, compress_gradients, count_messages, frozen_groups
@@ -137,4 +138,5 @@ __all__ = [
     "with_ones",
     "with_routing",
     "with_scale",
+    "without_rows",
 ]
