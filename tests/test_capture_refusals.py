@@ -201,3 +201,11 @@ def test_state_of_a_model_library_is_no_obstacle():
     for calls in (1, 2, 3):  # a number that the code itself changes is no fact
         same(fast(X), X / calls)
     assert model.num_batches_tracked == 3
+
+
+def test_a_tensor_that_was_left_out_is_named_by_the_call_that_needs_it():
+    def loss(logits, target=None):
+        return nn.functional.cross_entropy(logits, target)
+
+    with pytest.raises(mycel.CaptureError, match=r"cross_entropy: a tensor is asked for, None was given"):
+        mycel.capture(loss, X)

@@ -125,6 +125,13 @@ class Tracer(Record):
             except (ValueError, TypeError, IndexError, KeyError, IRError) as e:
                 name = getattr(rule, "__name__", str(rule)).strip("_") or "this operator"
                 raise refuse(f"{name}: {e}", "look at the shapes and dtypes of the operands") from e
+            except AttributeError as e:
+                if e.name is None or e.obj is not None:
+                    raise
+                name = getattr(rule, "__name__", str(rule)).strip("_") or "this operator"
+                raise refuse(
+                    f"{name}: a tensor is asked for, None was given", "an argument that the call left out"
+                ) from e
         return out
 
     def function(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
