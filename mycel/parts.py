@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from mycel.ops.optimisers import StateSlot
 from mycel.optimizers import Bound
 from mycel.plan import Fp8Products, Plan
 from mycel.run import boxes, part_of, world
+from mycel.transform import without_rows
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,19 @@ class UnshardedStep:
     body: str
     fp8: Fp8Products | None = None
 
+    @cached_property
+    def without_rows(self) -> frozenset[str]:
+        """Names of arguments that are no rows of the batch."""
+        program, leaves = self.captured.program, self.captured.leaves
+        apart = without_rows(program, leaves)
+        return frozenset(program.role(v).name for v in program.inputs if v.name in apart)
+
+    def batch_layout(self, plan: Plan, v: Var) -> Layout:
+        """Of an argument: as the plan splits rows of the batch, if it has any or the plan names it."""
+        name = self.program.role(v).name
+        named = isinstance(plan.batch, Mapping)
+        return Layout.whole(v.ndim) if name in self.without_rows and not named else plan.batch_layout(name, v.shape)
+
 
 @dataclass
 class ShardedModel(HeldByStage):
@@ -50,6 +65,8 @@ class ShardedModel(HeldByStage):
 
     # of a trained parameter's state that is as large as itself, by its name
     stored: dict[str, Layout] = field(default_factory=dict)
+    # arguments that are no rows of the batch, as far as what was compiled shows it
+    without_rows: frozenset[str] = frozenset()
 
     def adopt(
         self,
@@ -82,10 +99,12 @@ class ShardedModel(HeldByStage):
         for name in trained & one.keys():  # what others hold, a loss say, is whole
             layout = used[one[name]]
             self.stored[name] = self.plan.stored(layout, self.shapes[name]) if self.plan.level(one[name]) else layout
+        if not isinstance(plan.batch, Mapping):
+            self.without_rows |= unsharded.without_rows
         given, gathered = {}, set()
         for i, v in enumerate(program.inputs):
             role = program.role(v)
-            layout = plan.batch_layout(role.name, v.shape) if role.kind == "batch" else self._layout(role, v.type)
+            layout = unsharded.batch_layout(plan, v) if role.kind == "batch" else self._layout(role, v.type)
             if role.kind in ("state", "error", "velocity", "delayed", "outer"):
                 self.slots[role] = layout, v.type
             if not layout.is_whole:
@@ -102,7 +121,8 @@ class ShardedModel(HeldByStage):
     def rows_of(self, unsharded: UnshardedStep, plan: Plan | None = None) -> dict[int, Layout]:
         """Layouts of results, by position, that are rows of the batch: split as the batch is; `plan` as in `given`."""
         program, plan = unsharded.program, plan or self.plan.replica
-        batch = next((v for v in program.inputs_of("batch") if v.ndim), None)
+        apart = unsharded.without_rows
+        batch = next((v for v in program.inputs_of("batch") if v.ndim and program.role(v).name not in apart), None)
         split = plan.batch_layout(program.role(batch).name, batch.shape).dims[:1] if batch is not None else ()
         if batch is None or not any(split):
             return {}
@@ -251,7 +271,7 @@ class ShardedModel(HeldByStage):
 
     def slices(self, name: str, shape: Sequence[int]) -> tuple[slice, ...]:
         """This rank's part of a batch tensor of this shape."""
-        layout = self.plan.batch_layout(name, shape)
+        layout = Layout.whole(len(shape)) if name in self.without_rows else self.plan.batch_layout(name, shape)
         return tuple(slice(start, stop) for start, stop in boxes.held(tuple(shape), layout, self.plan.mesh, self.rank))
 
     def rows(self, size: int, name: str | None = None) -> range:

@@ -77,9 +77,8 @@ class PlacedModel(ShardedModel):
         """As everywhere; what of the batch this place's program does not read comes as the plan splits it."""
         feed = super().feed(unsharded, sharded, whole)
         read = {v.name for v in sharded.whole.inputs} if sharded is not None else set()
-        role = unsharded.program.role
         lie = [
-            layout if v.name in read else self.plan.batch_layout(role(v).name, v.shape)
+            layout if v.name in read else unsharded.batch_layout(self.plan, v)
             for v, layout in zip(feed.inputs, feed.layouts, strict=True)
         ]
         return replace(feed, layouts=tuple(lie))

@@ -261,6 +261,36 @@ def test_models_no_plan_was_written_for(name, quick):
         step_equals(one, written)
 
 
+class Weighted(nn.Module):
+    """Rows, and two tensors that are as long as the batch by chance."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(6 + 3, 4)
+
+    def forward(self, x, ids, target, weight, table):
+        return nn.functional.cross_entropy(self.head(torch.cat([x, table[ids]], -1)), target, weight=weight)
+
+
+def test_what_is_as_long_as_the_batch_by_chance_is_whole_on_every_rank():
+    batch = {
+        "x": torch.randn(4, 6, dtype=torch.float64),
+        "ids": torch.tensor([3, 0, 0, 2]),
+        "target": torch.tensor([1, 0, 3, 2]),
+        "weight": torch.rand(4, dtype=torch.float64),
+        "table": torch.randn(4, 3, dtype=torch.float64),
+    }
+    one = OneDevice.of(Weighted().double(), batch)
+    mesh = Mesh(dp=2)
+    distributed = step_equals(one, Plan(mesh, batch=["dp"]))
+    program = one.unsharded.program
+    lying = {program.role(v).name: x for v, x in zip(program.inputs, distributed.inputs, strict=True)}
+    assert {name for name in batch if lying[name].is_whole} == {"weight", "table"}
+    named = step_equals(one, Plan(mesh, batch={name: ["dp"] for name in batch}))
+    lying = {program.role(v).name: x for v, x in zip(program.inputs, named.inputs, strict=True)}
+    assert not any(lying[name].is_whole for name in batch), "what a plan names lies as it says"
+
+
 @pytest.mark.parametrize(
     "names, sizes", [("zero3", {"dp": 3}), ("tp", {"tp": 2}), ("zero1+cp", {"dp": 2, "cp": 2})], ids=str
 )

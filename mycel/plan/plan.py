@@ -4,7 +4,7 @@
     parameters:                        # layouts by name, the first pattern that matches; one entry a dim
       "*.q_proj.weight": [tp, -]
       "*.o_proj.weight": [-, tp]
-    batch: [dp]                        # leading dims of every tensor of the batch; or by name: {input_ids: [dp, cp]}
+    batch: [dp]                        # leading dims of rows of the batch; or by name: {input_ids: [dp, cp]}
     activations:                       # values of the program by the name the code gives them
       hidden_states: [dp, tp, -]
     zero: 3 over dp                    # optimiser state (1), gradients (2), parameters (3) split over axes
