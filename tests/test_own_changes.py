@@ -125,6 +125,28 @@ def normalised_data(m, x):
     return m.loss(x)
 
 
+def weights_swapped_for_a_while(m, x):
+    """What shares the memory that a parameter had keeps it."""
+    kept, row = m.w.data, m.w.detach()[0]
+    m.w.data = torch.full_like(kept, 0.1)
+    smooth = m.out(x).detach()
+    row.mul_(0.9)  # of what is kept
+    m.w.data.add_(1.0)  # of the other
+    m.w.data = kept
+    return m.loss(x) + (m.out(x) - smooth).square().mean() + row.sum() * m.w.sum()
+
+
+def weights_swapped_in_a_branch(m, x):
+    kept = m.w.data
+    if x.sum() > 100:
+        m.w.data = kept * 2
+    else:
+        m.w.data = kept * 0.5
+    smooth = m.out(x).detach()
+    m.w.data = kept
+    return (m.out(x) - smooth).square().mean()
+
+
 def normalised_copy(m, x):
     with torch.no_grad():
         m.w.data.copy_(F.normalize(m.w.data.clone(), dim=1))
@@ -155,7 +177,8 @@ def frozen_for_good(m, x):
 
 PROGRAMS = [
     warm_up, cosine, every_third, lazy_penalty, two_phases, first_call, named_phase, index_of_layer, running_mean,
-    log_of_numbers, made_once, growing_list, normalised_data, normalised_copy, part_of_a_parameter, frozen_for_a_while,
+    log_of_numbers, made_once, growing_list, normalised_data, normalised_copy, part_of_a_parameter,
+    frozen_for_a_while, weights_swapped_for_a_while, weights_swapped_in_a_branch,
     frozen_for_good,
 ]  # fmt: skip
 

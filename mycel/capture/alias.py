@@ -4,6 +4,8 @@ Every tensor the user's code holds has a `Cell`: the Var that is its value now. 
 and the equation that made it.  Writing into a view writes into its parent through the operator's `write` rule; reading
 a view after its parent changed replays the equation.  So `x[0] += 1; y = x.sum()` becomes select, add, select_update,
 sum.
+
+`x.data = other` gives a tensor other memory: what shares the one it had keeps that, with the values there.
 """
 
 from __future__ import annotations
@@ -13,26 +15,28 @@ from typing import Any
 from mycel.capture.fence import refuse
 from mycel.ir import BUILDERS, Eqn, Var
 
-JOURNALS: list[
-    dict[Cell, tuple[Var, int, int]]
-] = []  # for each block being traced, the cells it changed and what they were
+JOURNALS: list[dict[Cell, tuple[Any, ...]]] = []  # for each block being traced, the cells it changed and what they were
 
 
 class Cell:
     """The current value of one tensor object; `version` counts its writes, `home` is the journal of the block whose
-    code has made it."""
+    code has made it; `memory`: which of those that it has had, `formers` its values in those it had before, `of` the
+    one of its parent that it shares."""
 
-    __slots__ = ("at", "eqn", "home", "parent", "place", "seen", "var", "version")
+    __slots__ = ("at", "eqn", "formers", "home", "memory", "of", "parent", "place", "seen", "var", "version")
 
     def __init__(self, var: Var, parent: Cell | None = None, eqn: Eqn | None = None, at: int = 0) -> None:
         self.var, self.parent, self.eqn, self.at = var, parent, eqn, at
         self.version = 0
         self.seen = parent.version if parent else 0
+        self.memory, self.of = 0, parent.memory if parent else 0
+        self.formers: dict[int, Cell] = {}
         self.place: Any = None  # where a lifted tensor lives, or None
         self.home = JOURNALS[-1] if JOURNALS else None
 
     def read(self) -> Var:
         """The value now."""
+        self.follow()
         if self.parent is not None:
             value = self.parent.read()
             if self.seen != self.parent.version:
@@ -44,6 +48,7 @@ class Cell:
 
     def write(self, value: Var) -> None:
         """Make `value` the value, for this tensor and for everything it shares memory with."""
+        self.follow()
         if self.parent is not None:
             eqn = self.eqn
             if eqn is None or eqn.op.write is None:
@@ -70,15 +75,35 @@ class Cell:
         self.var = value
         self.version += 1
 
+    def move(self) -> None:
+        """The tensor gets other memory: what shares the one it has stays there."""
+        self.note()
+        former = Cell(self.var)
+        former.version, former.home = self.version, self.home
+        self.formers[self.memory] = former
+        self.memory = max(self.formers) + 1
+
+    def follow(self) -> None:
+        """Where the parent has other memory by now: its former one is this one's."""
+        if self.parent is not None and self.of != self.parent.memory:
+            self.note()
+            self.parent, self.of = self.parent.formers[self.of], 0
+
     @property
     def root(self) -> Cell:
         """The cell of the tensor that holds the memory."""
+        self.follow()
         return self if self.parent is None else self.parent.root
 
     def note(self) -> None:
         """About to change: the block that is being traced remembers what was."""
         if JOURNALS:
-            JOURNALS[-1].setdefault(self, (self.var, self.seen, self.version))
+            now = self.var, self.seen, self.version, self.parent, self.memory, self.of
+            JOURNALS[-1].setdefault(self, now)
+
+    def restore(self, was: tuple[Any, ...]) -> None:
+        """As `note` found it."""
+        self.var, self.seen, self.version, self.parent, self.memory, self.of = was
 
 
 def _outputs(eqn: Eqn, value: Var) -> list[Any]:

@@ -15,7 +15,7 @@ import torch
 from mycel.capture.alias import Cell
 from mycel.capture.fence import refuse
 from mycel.capture.merge import Merge, fit
-from mycel.capture.nested import KEY, OpenBlock, branch_key, finish, free, journal, opened, written
+from mycel.capture.nested import KEY, OpenBlock, branch_key, finish, free, journal, moved, opened, written
 from mycel.capture.slots import UNDEFINED, Objects, Slot, assigned, variables
 from mycel.capture.trace import Tracer
 from mycel.capture.traced_text import shown_types
@@ -33,6 +33,7 @@ class TracedClosure:
     variables: dict[str, Any] = field(default_factory=dict)
     contents: dict[int, Any] = field(default_factory=dict)
     writes: dict[Cell, Var] = field(default_factory=dict)
+    moved: set[Cell] = field(default_factory=set)  # tensors of these that have other memory
     vars: dict[int, Var] = field(default_factory=dict)  # of tensors, by id
     raised: BaseException | None = None
     _kept: list[Any] = field(default_factory=list)
@@ -76,6 +77,7 @@ def run(
                 new = (v for i, c in traced.contents.items() for v in _new(objects.boxes[i].old, c))
                 traced.note(tracer, (traced.value, *traced.variables.values(), *new))
                 traced.writes = written(traced.section, notes)
+                traced.moved = moved(notes)
         except Exception as e:
             if not catch or e is not tracer.raised:
                 raise
@@ -182,6 +184,8 @@ class _Branch:
             slot.set(new.get(name, UNDEFINED))
         tracer.maybe |= {name for name in self.slots if new.get(name, UNDEFINED) is UNDEFINED}
         for cell in cells:
+            if cell in then.moved | orelse.moved:
+                cell.move()
             cell.note()
             cell.var, cell.version = next(outs), cell.version + 1
         return result

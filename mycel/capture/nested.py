@@ -72,16 +72,16 @@ def opened(tracer: Tracer, section: OpenBlock) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def journal() -> Iterator[dict[Cell, tuple[Var, int, int]]]:
+def journal() -> Iterator[dict[Cell, tuple[Any, ...]]]:
     """Changes of cells in here are undone at the end."""
-    notes: dict[Cell, tuple[Var, int, int]] = {}
+    notes: dict[Cell, tuple[Any, ...]] = {}
     JOURNALS.append(notes)
     try:
         yield notes
     finally:
         JOURNALS.pop()
-        for cell, (var, seen, version) in notes.items():
-            cell.var, cell.seen, cell.version = var, seen, version
+        for cell, was in notes.items():
+            cell.restore(was)
 
 
 def succeeds(tracer: Tracer, run: Callable[[], Any]) -> bool:
@@ -97,14 +97,19 @@ def succeeds(tracer: Tracer, run: Callable[[], Any]) -> bool:
     return True
 
 
-def written(section: OpenBlock, notes: dict[Cell, tuple[Var, int, int]]) -> dict[Cell, Var]:
+def written(section: OpenBlock, notes: dict[Cell, tuple[Any, ...]]) -> dict[Cell, Var]:
     """Tensors of outside that were updated in place, and their new values."""
     mine = section.defined
     return {
         c: c.var
-        for c, (var, _, _) in notes.items()
+        for c, (var, *_) in notes.items()
         if c.parent is None and c.var != var and var not in mine and (c.place is not None or c.home is not notes)
     }
+
+
+def moved(notes: dict[Cell, tuple[Any, ...]]) -> set[Cell]:
+    """Tensors that have other memory than before."""
+    return {c for c, (*_, memory, _) in notes.items() if c.memory != memory}
 
 
 def free(*sections: OpenBlock, outputs: Sequence[Atom] = ()) -> list[Var]:

@@ -446,6 +446,9 @@ class Tracer(Record):
                     f"a tensor that lives outside of the code becomes one of {value.dtype}; it is of {x.dtype}",
                     "calling the model once before, or model.to(dtype), so that tensors have the dtypes they keep",
                 )
+            cell = self.cell(x)
+            if cell.parent is None and self.cell(other).root is not cell:
+                cell.move()
             with torch.no_grad():
                 self._assign(torch.ops.aten.set_data.default, x, value, resizes=False)
 
