@@ -18,12 +18,14 @@ from mycel import lower, plan, transform
 from mycel.errors import PlanError
 from mycel.ir import DEVICE, GRAIN, OPS, Mesh, Program, Type, Var, check
 from mycel.ops import o
+from mycel.ops.overwriting import overwritten
 from mycel.plan import CPU, Clock, Costs, Plan, clock
 from mycel.plan.clock import COMPUTE, size
 from mycel.plan.cost import TURNS
 from mycel.plan.hardware import KNOWN, Hardware, hardware_of, probed, rate
 from mycel.plan.kernels import moments
 from mycel.plan.links import Link, Links, fitted, message
+from mycel.sizes import span
 
 MESH = Mesh(dp=2, tp=2)
 FAST, SLOW = Link(1e10, 2e-5, "host"), Link(1e9, 1e-4, "network", busy=0.25)
@@ -303,7 +305,8 @@ def test_axes_lie_in_the_innermost_level_that_holds_their_ranks():
 
 def brute_peak(program: Program) -> int:
     """The most bytes alive at any equation, each value counted anew at each one: the values of all blocks that are
-    open."""
+    open.  A result that is written over an operand is none by itself."""
+    over = overwritten(program)
 
     def most(name: str, below: int) -> int:
         eqns, outputs = program.blocks[name].eqns, program.blocks[name].outputs
@@ -313,9 +316,11 @@ def brute_peak(program: Program) -> int:
             halves = ("finish", "finish_move")
             first.update(dict.fromkeys(e.outputs, first[e.inputs[0]]) if e.op.name in halves else {})
 
+        within = {eqns[i].outputs[-1]: eqns[i].inputs[k] for i, k in over[name].items()}
+
         def shows(v):
-            while v in source and source[v].op.write is not None:
-                v = source[v].inputs[0]
+            while v in within or (v in source and source[v].op.write is not None):
+                v = within[v] if v in within else source[v].inputs[0]
             return v
 
         def lies(v):
@@ -480,7 +485,7 @@ def test_explain_says_how_long_a_step_takes():
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
     step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss=torch.nn.functional.mse_loss)
     step.prepare(torch.ones(4, 8), torch.ones(4, 8))
-    assert f"predicted step   {step.plan.predicted.seconds * 1e3:.2f} ms: computing" in step.explain()
+    assert f"predicted step   {span(step.plan.predicted.seconds)}: computing" in step.explain()
 
 
 # -- what was measured
@@ -581,7 +586,7 @@ def test_planning_reads_what_was_probed(tmp_path, monkeypatch):
     )
     assert device.links(Mesh(dp=4)).of(("dp",)).busy == 0.5
     file.write_text(PROBED.replace("device: CPU", "device: another"))
-    preset = lambda: replace(hardware_of(torch.device("cpu")), widens=frozenset())  # this processor's, measured apart
+    preset = lambda: replace(hardware_of(torch.device("cpu")), widens={})  # this processor's, measured apart
     assert preset() == CPU
     file.write_text("device: CPU\nrates: 3")
     with pytest.raises(PlanError, match="cannot be read"):

@@ -84,7 +84,7 @@ def test_kernels_take_no_more_than_is_known():
         eqn = Eqn(op, tuple(atoms), Params(example.params), ())
         with torch.no_grad(), Live(grain=1 if op.scratch else GRAIN) as live:
             results = (op.inplace or op.kernel)(*inputs, **example.params)
-        said = op.scratch(*eqn.input_types, **eqn.params) if op.scratch else allocated(eqn, {})
+        said = op.scratch(*eqn.input_types, **eqn.params) if op.scratch else allocated(eqn, eqn.input_types, {})
         known = 1.05 * said + FEW * (32 if op.scratch else GRAIN)
         took = live.peak - live.now
         more += [f"{op.name}({example.text}): {took}, at most {known:.0f} known"] if took > known else []

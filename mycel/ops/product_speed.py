@@ -16,13 +16,15 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from mycel.ir import CONTROL, Eqn, Type, Var
 from mycel.ops.native_library import library_folder, processor
+from mycel.ops.rules import o
 
 HALVES = (torch.bfloat16, torch.float16)
 ROWS = (1, 16, 64, 256)  # AVX-512 without bf16: hardly slower at 16 rows, six times at 256
@@ -37,6 +39,29 @@ def slow_products(device: torch.device, dtypes: Collection[torch.dtype]) -> dict
         return {}
     rows = {dtype: _slow_from(dtype) for dtype in dtypes}
     return {dtype: least for dtype, least in rows.items() if least}
+
+
+def is_product(eqn: Eqn) -> bool:
+    """Is it a product, or made of them?"""
+    is_one = eqn.op.product or eqn.op.precision == "low"
+    return is_one and eqn.op not in CONTROL and eqn.op is not o.linear_few_rows
+
+
+def halves_of(eqn: Eqn) -> set[torch.dtype]:
+    """The dtypes of its operands that have 16 bits."""
+    return {x.dtype for x in eqn.inputs if isinstance(x, Var) and x.dtype in HALVES}
+
+
+def is_slow_product(eqn: Eqn, slow: Mapping[torch.dtype, int]) -> bool:
+    """Is it computed in 32 bits, where products are `slow` that use an operand's element so often or more?"""
+    dtypes = halves_of(eqn) if is_product(eqn) else set[torch.dtype]()
+    return bool(dtypes) and dtypes <= slow.keys() and _uses(eqn) >= max(slow[dtype] for dtype in dtypes)
+
+
+def _uses(eqn: Eqn) -> float:
+    """How often the product uses an element of its largest operand: of a weight, the number of rows."""
+    types = [t for t in eqn.input_types if isinstance(t, Type)]
+    return eqn.op.cost(eqn.input_types, eqn.params).flops / max(2 * max(t.numel for t in types), 1)
 
 
 @functools.cache

@@ -59,14 +59,15 @@ def is_unsaid(op: Op) -> bool:
     return not (said or no_kernel or op.effect)
 
 
-def allocated(eqn: Eqn, makers: Mapping[Var, Eqn]) -> int:
-    """Bytes that an equation takes besides its results, of a view all; `makers`: of values of its block."""
+def allocated(eqn: Eqn, types: Sequence[Operand], makers: Mapping[Var, Eqn]) -> int:
+    """Bytes that an equation takes besides its results, of a view all, with operands of these types; `makers`: of
+    values of its block."""
     if not is_unsaid(eqn.op):
         return 0
     turns = tuple(_turned(x, makers) if isinstance(x, Var) else None for x in eqn.inputs)
     if eqn.op.write is not None and not any(turns):
         return 0
-    return _allocated(eqn.op, eqn.input_types, eqn.params, turns)
+    return _allocated(eqn.op, tuple(types), eqn.params, turns)
 
 
 def _turned(x: Var, makers: Mapping[Var, Eqn]) -> tuple[int, ...] | None:

@@ -21,16 +21,17 @@ it, a scan by its power, a branch by the larger of both, element by element (the
 power of TURNS, which is assumed and said.
 
 Memory goes in the same walk: an equation's results are alive from where it starts (a message's from its `begin`) to
-their last use; a called block needs its own peak on top, a scan the rows of all its turns.  Inputs of the entry
-(parameters, state, the batch) are there all the time.  In a compiled block only values that lie in memory count, and
-what is one kernel runs at once (`kernels.py`); a view has the memory of what it shows, a result that is written over an
-operand the operand's.  What lies on the host is counted apart, where `ir/arena.py` lays it out.
+their last use; a called block needs its own peak on top, a scan the rows of all its turns, and the carry of the turn
+before beside what a turn makes.  Inputs of the entry (parameters, state, the batch) are there all the time.  In a
+compiled block only values that lie in memory count, and what is one kernel runs at once (`kernels.py`); a view has the
+memory of what it shows, a result that is written over an operand the operand's: `ops/overwriting.py` says which are,
+and code is written by it.  What lies on the host is counted apart, where `ir/arena.py` lays it out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -41,6 +42,7 @@ from mycel.ir import (
     CONTROL,
     DEVICE,
     HOST,
+    Atom,
     Block,
     Eqn,
     Program,
@@ -57,6 +59,8 @@ from mycel.ir import (
     walk,
 )
 from mycel.ops import o
+from mycel.ops.overwriting import Overwritten, overwritten, starts, summed
+from mycel.ops.product_speed import is_slow_product
 from mycel.plan.allocations import allocated
 from mycel.plan.cost import TURNS, Costs
 from mycel.plan.hardware import Hardware
@@ -70,6 +74,7 @@ COMPUTE, TO_HOST, TO_DEVICE, ON_HOST = "compute", "to host", "to device", "on th
 FREE = Link(math.inf, 0.0)  # where no links are given
 NEVER = -math.inf
 
+LinesKey = tuple[int, bool, tuple[tuple[int, int], ...]]  # id of a block, is it compiled, what is written over operands
 Row = list[float]  # a time as the largest of (the start of each stream + so much)
 Matrix = list[Row]
 
@@ -122,6 +127,9 @@ class Line:
     new: int = 0
     freed: int = 0
     inner: int = 0  # bytes while it runs, results included
+    turning: int = 0  # of a scan or loop: the carry of the turn before, beside what a turn makes
+    rows: int = 0  # of a scan: what turns have made that is stacked in the end
+    stacking: int = 0  # of it: bytes while that is done, one result at a time
 
 
 @dataclass(frozen=True)
@@ -201,8 +209,9 @@ class Clock:
     hardware: Hardware
     links: Links | None = None
     moves: bool = False  # between host and device
-    _lines: dict[tuple[int, bool], tuple[Block, list[Line]]] = field(default_factory=dict)  # by id, with the block
+    _lines: dict[LinesKey, tuple[Block, list[Line]]] = field(default_factory=dict)  # with the block
     _held: dict[int, tuple[tuple[Var, ...], int]] = field(default_factory=dict)  # by id, with the inputs
+    _over: tuple[Program, Overwritten] | None = None  # of the last program
 
     @cached_property
     def streams(self) -> tuple[str, ...]:
@@ -258,13 +267,21 @@ class Clock:
 
     # -- a block as lines: what does not depend on the blocks it holds
 
-    def lines(self, program: Program, block: Block, compiled: bool) -> list[Line]:
-        key = (id(block), compiled)
+    def lines(self, program: Program, name: str, compiled: bool) -> list[Line]:
+        block, over = program.blocks[name], self.overwritten(program)
+        key = (id(block), compiled, tuple(over[name].items()))
         if key not in self._lines:
-            self._lines[key] = (block, self._made(program, block, compiled))
+            self._lines[key] = (block, self._made(program, name, compiled))
         return self._lines[key][1]
 
-    def _made(self, program: Program, block: Block, compiled: bool) -> list[Line]:
+    def overwritten(self, program: Program) -> Overwritten:
+        """By block, which results are written over an operand."""
+        if self._over is None or self._over[0] is not program:
+            self._over = (program, overwritten(program))
+        return self._over[1]
+
+    def _made(self, program: Program, name: str, compiled: bool) -> list[Line]:
+        block = program.blocks[name]
         costs = Costs(program, self.hardware, compiled, self.links)
         there = costs.in_memory(block, compiled) if compiled else set[Var]()
         groups = costs.groups(block, there) if compiled else {}
@@ -275,7 +292,7 @@ class Clock:
         brought: dict[Var, int] = {}  # values on the host -> the lines that begin to bring them
         lines: list[Line] = []
         for i, (eqn, seconds) in enumerate(zip(block.eqns, computing, strict=True)):
-            name, axes, _ = message(eqn)
+            sent, axes, _ = message(eqn)
             if eqn.op is begin or eqn.op is begin_move:
                 begun[eqn.outputs[0]] = i
             if eqn.op in CONTROL:
@@ -296,7 +313,7 @@ class Clock:
                 on_host = self.streams.index(ON_HOST)
                 seconds = self.hardware.update_s(size_, next(eqn.vars).type.dtype)
                 lines.append(Line(eqn, "begin", seconds, on_host, after=after))
-            elif name:
+            elif sent:
                 link = self.links.of(axes) if self.links is not None else FREE
                 stream = self.streams.index(link.name) if self.links is not None else 0
                 line = Line(eqn, "begin" if eqn.op is begin else "wait", costs.message(eqn), stream, link.busy)
@@ -307,10 +324,11 @@ class Clock:
         if self.moves and block is program.main:
             _wait_for_host(lines, program)
             _slow_beside_updates(lines, self.hardware)
-        if compiled:
-            _remember(lines, program, block, there, moments(block, groups, there), self.hardware.widens)
+        slow, over = self.hardware.widens, self.overwritten(program)
+        if compiled:  # what a compiler writes over an operand is not known
+            _remember(lines, block, owners(program, name), there, moments(block, groups, there), slow)
         else:
-            _remember(lines, program, block, None, range(len(lines)), self.hardware.widens)
+            _remember(lines, block, owners(program, name, over), None, range(len(lines)), slow)
         return lines
 
 
@@ -369,7 +387,7 @@ class _BlockWalk:
         return self._done[key]
 
     def _lines(self, name: str, compiled: bool) -> list[Line]:
-        return self.clock.lines(self.program, self.program.blocks[name], compiled)
+        return self.clock.lines(self.program, name, compiled)
 
     def _summary(self, name: str, compiled: bool) -> Summary:
         count = len(self.clock.streams)
@@ -395,7 +413,7 @@ class _BlockWalk:
                     state = _times(held.matrix, state)
                     totals = [a + b for a, b in zip(totals, held.totals, strict=True)]
                     assumed.update(dict.fromkeys(held.assumed))
-                    inner, at = held.peak + _stacked(line.eqn), held.at
+                    inner, at = _while_turning(line, held.peak), held.at
                 elif line.kind == "finish":
                     state[0] = _plus(_later(state[0], tokens[line.token]), packing)
                     totals[0] += line.packing
@@ -476,9 +494,9 @@ class _BlockWalk:
         for line in self._lines(name, compiled):
             eqn, inner = line.eqn, line.inner
             if line.kind == "hold":
-                inner = self.held(eqn, compiled).peak + _stacked(eqn)
+                inner = _while_turning(line, self.held(eqn, compiled).peak)
                 if eqn.op is scan:
-                    yield from self.alive(eqn.params["body"], alive + _stacked(eqn))
+                    yield from self.alive(eqn.params["body"], alive + line.turning + line.rows)
             alive += line.new
             yield (name, eqn.op.name, tuple(map(str, eqn.refs)), eqn.phase), alive + max(inner - line.new, 0)
             alive -= line.freed
@@ -497,7 +515,8 @@ class _BlockWalk:
                 behind -= late.pop()[1]
             if not behind:
                 break
-            inner = self.held(line.eqn, compiled).peak + _stacked(line.eqn) if line.kind == "hold" else line.inner
+            held = self.held(line.eqn, compiled).peak if line.kind == "hold" else 0
+            inner = _while_turning(line, held) if line.kind == "hold" else line.inner
             alive += line.new
             most = max(most, behind + alive + max(inner - line.new, 0))
             alive -= line.freed
@@ -605,40 +624,64 @@ def _repeated(s: Summary, count: int) -> Summary:
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-def _stacked(eqn: Eqn) -> int:
-    """What a scan needs besides its body: the rows of all turns, which are stacked at its end, one result at a time."""
-    if eqn.op is not scan:
-        return 0
-    rows = [size(v) for v in eqn.outputs[eqn.params.get("carry", 0) :]]
-    return sum(rows) + max(rows, default=0)
+def _while_turning(line: Line, peak: int) -> int:
+    """Bytes while an equation runs whose blocks need `peak`: what they have made before is there as well."""
+    return max(line.turning + line.rows + peak, line.stacking)
 
 
-def _scratch(eqn: Eqn, widens: Collection[torch.dtype]) -> int:
-    """Bytes besides its results that an equation takes.  A product of 16 bits that is computed in 32
-    (`transform/wide_products.py`) takes copies of its operands, and of its results before they are rounded."""
-    scratch, types = eqn.op.scratch, eqn.input_types
-    is_wide = bool(widens) and (eqn.op.product or eqn.op.precision == "low")
-    copies = [v for v in dict.fromkeys(eqn.vars) if v.dtype in widens] if is_wide else []
-    if not copies:
-        return scratch(*types, **eqn.params) if scratch is not None else 0
-    wide = [replace(t, dtype=torch.float32) if isinstance(t, Type) and t.dtype in widens else t for t in types]
-    results = [v for v in eqn.outputs if v.dtype in widens]
-    wider = 2 * sum(map(size, results))
-    inside = scratch(*wide, **eqn.params) if scratch is not None else 0
-    return max(inside + 2 * sum(map(size, copies)) + wider - sum(map(size, results)), wider)
+def _enter_turns(line: Line, owner: Mapping[Var, Var], dying: Collection[Var]) -> None:
+    """What is there of other turns: the carry, unless it is summed where it lies, and rows.  Where the first began is
+    free in the second, if nobody reads that any more."""
+    eqn, length = line.eqn, line.eqn.params.get("length", TURNS)
+    carry = eqn.params.get("carry", 0) if eqn.op is scan else len(eqn.outputs)
+    carried = sum(size(v) for v in eqn.outputs[:carry] if owner.get(v) is v)
+    rows = [size(v) for v in eqn.outputs[carry:]]
+    elsewhere = {owner[v] for v in eqn.vars if v in owner and v not in starts(eqn)}
+    free = {owner[v] for v in starts(eqn) if v in owner and owner[v] in dying} - elsewhere
+    free -= {owner[v] for v in eqn.outputs[:carry] if v in owner}  # summed there
+    carried = max(carried - sum(map(size, free)), 0)
+    line.turning = carried if length > 1 else 0
+    line.rows = sum(rows) * (length - 1) // max(length, 1)
+    line.stacking = carried + sum(rows) + max(rows, default=0)
+
+
+def _scratch(
+    eqn: Eqn, slow: Mapping[torch.dtype, int], makers: Mapping[Var, Eqn] | None, dying: Collection[Var]
+) -> int:
+    """Bytes besides its results that an equation takes; `makers`: of values of its block, None: a compiler merges what
+    the operator does not say.  A product of 16 bits that is computed in 32 (`transform/wide_products.py`) takes copies
+    of its operands, one after another, of which those that are `dying` go with that, and of its results before they
+    are rounded."""
+    is_wide = bool(slow) and is_slow_product(eqn, slow)
+    types = eqn.input_types
+    if is_wide:
+        types = tuple(replace(t, dtype=torch.float32) if isinstance(t, Type) and t.dtype in slow else t for t in types)
+    inside = eqn.op.scratch(*types, **eqn.params) if eqn.op.scratch is not None else 0
+    if not inside and makers is not None and not eqn.on_host:
+        inside = allocated(eqn, types, makers)
+    if not is_wide:
+        return inside
+    copied = copying = gone = 0
+    for v in dict.fromkeys(eqn.vars):
+        if v.dtype in slow:
+            copied += 2 * size(v)
+            copying = max(copying, copied - gone)
+            gone += size(v) if v in dying else 0
+    narrow = sum(size(v) for v in eqn.outputs if v.dtype in slow)
+    return max(copying - sum(map(size, eqn.outputs)), copied - gone + inside + narrow, 2 * narrow - gone)
 
 
 def _remember(
     lines: Sequence[Line],
-    program: Program,
     block: Block,
+    lying: Owners,
     there: Collection[Var] | None,
     when: Sequence[int],
-    widens: Collection[torch.dtype] = (),
+    slow: Mapping[torch.dtype, int],
 ) -> None:
-    """Enters what each line makes and frees; `there`: the values that lie in memory, None: all; `when`: the line at
-    which each one runs; `widens`: dtypes of products that are computed in 32 bits."""
-    owner, bytes_of = owners(program, block)
+    """Enters what each line makes and frees; `lying`: in whose memory; `there`: the values that lie in memory, None:
+    all; `when`: the line at which each one runs; `slow`: dtypes of products that are computed in 32 bits."""
+    owner, bytes_of = lying
     end = {owner[v]: len(lines) for v in block.outputs if v in owner}
     for i, eqn in enumerate(block.eqns):
         for v in (*eqn.vars, *eqn.outputs):
@@ -656,12 +699,13 @@ def _remember(
                     at.new += bytes_
                     if end[v] < len(lines):
                         lines[end[v]].freed += bytes_
-        needed = _scratch(eqn, widens)
-        if not needed and there is None and not eqn.on_host:  # a compiler merges what it takes
-            needed = allocated(eqn, makers)
+        last = [owner[v] for v in dict.fromkeys(eqn.vars) if v in owner and end[owner[v]] == i]
+        dying = {v for v in eqn.vars if v in owner and last.count(owner[v]) == 1}
+        needed = _scratch(eqn, slow, makers if there is None else None, dying)
         if needed:
-            is_new = eqn.op.inplace is None and eqn.op.write is None
-            line.inner = needed + (sum(map(size, eqn.outputs)) if is_new else 0)
+            line.inner = needed + sum(size(v) for v in eqn.outputs if owner.get(v) is v)
+        if eqn.op is scan or eqn.op is loop:
+            _enter_turns(line, owner, last)
 
 
 class Owners(NamedTuple):
@@ -671,34 +715,52 @@ class Owners(NamedTuple):
     bytes: dict[Var, int]
 
 
-def owners(program: Program, block: Block, of_results: dict[str, list[tuple[Var, int] | None]] | None = None) -> Owners:
+def owners(
+    program: Program,
+    name: str,
+    over: Overwritten | None = None,
+    of_results: dict[str, list[tuple[Var, int] | None]] | None = None,
+) -> Owners:
     """Of the values that a block makes; inputs own nothing here, their memory is the caller's.  Results of a call that
     are one value of the called block, or views of one, lie in one memory, and a part that is kept keeps all of it.
+    `over`: results that lie in an operand's memory, None: those that are only views do.
     `of_results`: by block, for each of its results its owner there and the bytes of that, as far as known; None: the
     block was given it."""
-    owner, bytes_of = dict[Var, Var](), dict[Var, int]()
+    block, owner, bytes_of = program.blocks[name], dict[Var, Var](), dict[Var, int]()
     known = {} if of_results is None else of_results
+    here = over[name] if over is not None else {}
     inputs = set(block.inputs)
-    for eqn in block.eqns:
-        first = eqn.inputs[0] if eqn.inputs else None
-        if eqn.op.write is not None and isinstance(first, Var):
-            if first in inputs:
-                inputs.update(eqn.outputs)
-            elif first in owner:
-                owner.update((v, owner[first]) for v in eqn.outputs)
+
+    def lies_in(x: Atom, results: Iterable[Var]) -> None:
+        if x in inputs:
+            inputs.update(results)
+        elif isinstance(x, Var) and x in owner:
+            owner.update((v, owner[x]) for v in results)
+
+    for i, eqn in enumerate(block.eqns):
+        if eqn.op.write is not None and eqn.inputs and isinstance(eqn.inputs[0], Var):
+            lies_in(eqn.inputs[0], eqn.outputs)
         elif eqn.op is call:
-            name, mine = eqn.params["block"], dict[Var, Var]()
-            if name not in known:
-                inner = owners(program, program.blocks[name], known)
-                lying = [inner.of.get(x) if isinstance(x, Var) else None for x in program.blocks[name].outputs]
-                known[name] = [None if x is None else (x, inner.bytes.get(x, size(x))) for x in lying]
-            for v, result in zip(eqn.outputs, known[name], strict=True):
-                x, bytes_ = result or (v, size(v))
-                owner[v] = mine.setdefault(x, v)
+            called, lying_in = eqn.params["block"], dict[Var, Var]()
+            if called not in known:
+                inner = owners(program, called, over, known)
+                lying = [inner.of.get(x) if isinstance(x, Var) else None for x in program.blocks[called].outputs]
+                known[called] = [None if x is None else (x, inner.bytes.get(x, size(x))) for x in lying]
+            for v, result in zip(eqn.outputs, known[called], strict=True):
+                inside, bytes_ = result or (v, size(v))
+                owner[v] = lying_in.setdefault(inside, v)
                 bytes_of[owner[v]] = bytes_
         elif eqn.op.inplace is None:
             owner.update((v, v) for v in eqn.outputs)
+            if i in here:
+                del owner[eqn.outputs[-1]]
+                lies_in(eqn.inputs[here[i]], eqn.outputs[-1:])
+            elif eqn.op is scan and over is not None:
+                body, first = eqn.params["body"], eqn.params.get("consts", 0)
+                for j in summed(eqn, program.blocks[body], over[body]):
+                    del owner[eqn.outputs[j]]
+                    lies_in(eqn.inputs[first + j], eqn.outputs[j : j + 1])
         else:  # what is updated in place has its memory already
-            pairs = zip(eqn.inputs, eqn.outputs, strict=False)
-            owner.update((y, owner[x]) for x, y in pairs if isinstance(x, Var) and x in owner)
+            for x, y in zip(eqn.inputs, eqn.outputs, strict=False):
+                lies_in(x, (y,))
     return Owners(owner, bytes_of)

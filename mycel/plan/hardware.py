@@ -62,7 +62,8 @@ class Hardware:
                     while the host updates parameters, None: as fast; `host_memory`: bytes of the host, where known
     update_bytes_s  of the host's memory, that updates of parameters there read and write beside such copies;
                     `update_half_bytes_s`: of parameters in 16 bits; None: not measured
-    widens          dtypes of 16 bits whose products are computed in 32, on copies of their operands
+    widens          dtypes of 16 bits whose products are computed in 32, on copies of their operands; from how many
+                    rows on
     """
 
     name: str
@@ -83,7 +84,7 @@ class Hardware:
     quarter: float | None = None
     rates: Mapping[str, Curve] = field(default_factory=dict, hash=False)
     levels: tuple[Link, ...] = ()
-    widens: frozenset[torch.dtype] = frozenset()
+    widens: Mapping[torch.dtype, int] = field(default_factory=dict, hash=False)
 
     def flops(self, dtype: torch.dtype, kind: str = "", work: float = math.inf, alignment: int = 8) -> float:
         """Operations a second of a kernel of so many; `kind`: as `Op.rate_of` has it, or the
@@ -180,7 +181,7 @@ OTHER = Hardware("GPU", 100e12, 50e12, 0.8e12, **SEEN)
 def hardware_of(device: torch.device) -> Hardware:
     """What is known of a device: the preset, and over it what was measured of a device of this name."""
     if device.type != "cuda":
-        preset = replace(CPU, widens=frozenset(slow_products(torch.device("cpu"), HALVES)))
+        preset = replace(CPU, widens=slow_products(torch.device("cpu"), HALVES))
     else:
         properties = torch.cuda.get_device_properties(device)
         known = next((h for key, h in KNOWN.items() if key in properties.name), OTHER)

@@ -221,7 +221,7 @@ def absences(
     copies take.  `sums`: gradients also between two backward steps, of which the second adds to them.  What is made of
     nothing (the zeros that a sum begins with) would not be worth a copy."""
     block = program.blocks[name]
-    uses, owner = chains(block), owners(program, block).of
+    uses, owner = chains(block), owners(program, name).of
     alone = _alone(program, block)
     lying: dict[Var, list[Var]] = {}
     for v, of in owner.items():
@@ -253,9 +253,9 @@ def _alone(program: Program, block: Block) -> set[Var]:
     alone: set[Var] = set()
     for eqn in block.eqns:
         if eqn.op is call:
-            inner = program.blocks[eqn.params["block"]]
-            owner = owners(program, inner).of
-            of = [owner.get(x) if isinstance(x, Var) else None for x in inner.outputs]
+            called = eqn.params["block"]
+            owner = owners(program, called).of
+            of = [owner.get(x) if isinstance(x, Var) else None for x in program.blocks[called].outputs]
             alone.update(v for v, o in zip(eqn.outputs, of, strict=True) if o is not None and of.count(o) == 1)
         elif eqn.op not in CONTROL and eqn.op.inplace is None and not eqn.op.effect:
             alone.update(eqn.outputs)

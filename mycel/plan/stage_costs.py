@@ -19,7 +19,7 @@ def step_seconds(clock: Clock, program: Program, kind: str, stage: int, compiled
     at = next((i for i, e in enumerate(eqns) if e.op is call and e.params["block"] == name), None)
     if at is None:
         return 0.0
-    lines = clock.lines(program, program.main, program.entry in compiled)
+    lines = clock.lines(program, program.entry, program.entry in compiled)
     until_next = itertools.takewhile(lambda line: line.eqn.op is not call, lines[at + 1 :])
     sums = sum(x.seconds for x in until_next if x.eqn.op is o.add and x.eqn.phase == eqns[at].phase)
     return clock(replace(program, entry=name, updates=(), roles={}), compiled).seconds + sums

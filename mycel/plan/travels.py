@@ -105,7 +105,7 @@ def _of_block(program: Program, name: str, clock: Clock, compiled: Collection[st
     trips: dict[Var, RoundTrip] = {}
     stays: dict[Var, list[tuple[float, float]]] = {}  # inputs -> when they are on the device
     uses = chains(block)
-    lines = clock.lines(program, block, name in compiled)
+    lines = clock.lines(program, name, name in compiled)
     for eqn, line, (start, end) in zip(block.eqns, lines, spans, strict=False):
         for p, replaced, text in _updated(eqn, end - line.seconds, end) if eqn.on_host else ():
             travel = trips[replaced] = trips.setdefault(p, RoundTrip(p, True))

@@ -44,16 +44,14 @@ from mycel.ir import (
     walk,
 )
 from mycel.ops import o
+from mycel.ops.overwriting import Overwritten, overwritten, starts
 from mycel.run.compiled_blocks import CompiledProgram
 from mycel.run.kernels import class_source, literal, sources_of, write, write_inplace, write_into
 from mycel.run.memory_sharing import (
     gathered_into,
     given_away,
-    owned_results,
     replaced_if,
-    reusable,
     shared_outputs,
-    summing,
 )
 from mycel.run.native_blocks import native_functions
 from mycel.run.own_gradient import OwnGradient
@@ -85,13 +83,13 @@ def emit(program: Program, device: torch.device | str = "cpu", reuse: bool = Fal
     inlined = _inlined(program)
     if not reuse and any(e.op is custom for _, e in walk(program)):
         needed["OwnGradient"] = class_source(OwnGradient)
-    shared, placed, owned = shared_outputs(program), arenas(program), owned_results(program)
+    shared, placed, over = shared_outputs(program), arenas(program), overwritten(program) if reuse else {}
     functions = []
     for block in order(program):
         if block not in inlined:
             main = block == program.entry
             function = _Function(
-                program, block, names, inlined, set(needed), shared if main else set(), reuse, placed, owned
+                program, block, names, inlined, set(needed), shared if main else set(), reuse, placed, over
             )
             on_host = torch.device(device).type == "cpu"
             functions.append(function.donating_source(on_host) if main and donate else function.source())
@@ -161,7 +159,7 @@ class _Function:
         copies: set[int],
         reuse: bool,
         placed: Mapping[str, Arena],
-        owned: Mapping[str, set[int]],
+        overwritten: Overwritten,
     ) -> None:
         self.program, self.block, self.blocks, self.inlined, self.copies = (
             program,
@@ -181,15 +179,15 @@ class _Function:
         self.replaced: set[int] = set()
         self.on_host = False
         self.over: dict[Atom, str] = {}  # moves to the host that are written over an input, by their tokens
-        self.around = self.block  # the block whose equation is being written
+        self.block_name = self.around = name  # the block that is written, and the one whose equation is
+        self.last: Sequence[Var] = ()  # what the equation being written reads last, as the first carry of its turns
         self.arenas = placed
-        self.owned = owned
-        self.held_blocks = {id(block): name for name, block in program.blocks.items()}
+        self.overwritten = overwritten
 
     def source(self) -> str:
         names: dict[Var, str] = {}
         args = [self.named(v, names) for v in self.block.inputs]
-        self.body(self.block, names, set(self.block.inputs))
+        self.body(self.block_name, names, set(self.block.inputs))
         outs = [self.output(i, x, names) for i, x in enumerate(self.block.outputs)]
         self.line(f"return ({''.join(o + ', ' for o in outs)})" if len(outs) != 1 else f"return ({outs[0]},)")
         return f"def {self.name}({', '.join(args)}):\n" + "\n".join(self.lines)
@@ -201,7 +199,7 @@ class _Function:
         names: dict[Var, str] = {}
         args = [self.named(v, names) for v in self.block.inputs]
         by_name = {v.name: names[v] for v in self.block.inputs}
-        self.body(self.block, names, set())  # the caller holds the inputs, and they hold the new values
+        self.body(self.block_name, names, set())  # the caller holds the inputs, and they hold the new values
         outs = [self.output(i, x, names) for i, x in enumerate(self.block.outputs)]
         n = len(outs) - len(self.program.updates)
         moves = [(by_name[k], new) for k, new in zip(self.program.updates, outs[n:], strict=True)]
@@ -221,24 +219,27 @@ class _Function:
     def line(self, text: str) -> None:
         self.lines.append("    " * self.indent + text)
 
-    def body(self, block: Block, names: dict[Var, str], own: set[Var], summed: dict[int, int] | None = None) -> None:
+    def body(self, name: str, names: dict[Var, str], own: set[Var]) -> None:
         """The equations of a block; values of `own` and those defined here are deleted after their last use."""
+        block = self.program.blocks[name]
         dead = _deaths(block)
-        over = {**reusable(block, self.owned), **(summed or {})} if self.reuse else {}
+        over = self.overwritten.get(name, {})
         for i, eqn in enumerate(block.eqns):
-            self.around = block
+            self.around = name
             passed_on: Sequence[Atom] = ()  # operands whose memory, and name, are a result's from here on
-            if block is self.block and i in self.given:
+            if name == self.block_name and i in self.given:
                 self.update(eqn, names, self.given[i])
                 passed_on = [x for k, x in enumerate(eqn.inputs[: len(eqn.outputs)]) if k not in self.given[i]]
-            elif block is self.block and i in self.gathered:
+            elif name == self.block_name and i in self.gathered:
                 self.gather(eqn, names, self.gathered[i])
-            elif block is self.block and i in self.replaced:
+            elif name == self.block_name and i in self.replaced:
                 self.replace(eqn, names)
                 passed_on = eqn.inputs[2:]
             elif eqn.op.transfers:
                 self.move(i, eqn, names)
             else:
+                self.last = [v for v in starts(eqn) if v in own and v in dead[i]]
+                passed_on = self.last
                 self.equation(eqn, names, over.get(i))
             own.update(eqn.outputs)
             gone = [names[v] for v in dead[i] if v in own and v not in passed_on]
@@ -276,9 +277,9 @@ class _Function:
         if eqn.op is cond:
             self.cond(eqn, args, outs, comment)
         elif eqn.op is loop:
-            self.loop(eqn, args, outs, comment)
+            self.loop(eqn, args, outs, names, comment)
         elif eqn.op is scan:
-            self.scan(eqn, args, outs, comment)
+            self.scan(eqn, args, outs, names, comment)
         elif eqn.op is custom and not self.reuse:
             forward, backward = (self.blocks[eqn.params[k]] for k in ("forward", "backward"))
             args = [forward, backward, str(eqn.params["wrt"]), str(eqn.params["outs"]), *args]
@@ -330,7 +331,7 @@ class _Function:
 
     def move(self, i: int, eqn: Eqn, names: dict[Var, str]) -> None:
         """Half of a move; what it brings to the host has its place there, or an input's."""
-        arena = self.arenas.get(self.held_blocks[id(self.around)])
+        arena = self.arenas.get(self.around)
         args = [self.atom(x, names) for x in eqn.inputs] + [f"to={eqn.params['to']!r}"]
         if eqn.op.effect and arena is not None and i in arena.at:
             args.append(f"at={arena.at[i]}")
@@ -354,7 +355,7 @@ class _Function:
             return f"{room}.{eqn.op.name}({', '.join([*args, *more])})"
         return _const(eqn.params["name"]) if eqn.op is o.const else write(eqn.op, args, eqn.params, eqn.input_types)
 
-    def held(self, name: str, args: Sequence[str], outs: Sequence[str], over: dict[int, int] | None = None) -> None:
+    def held(self, name: str, args: Sequence[str], outs: Sequence[str]) -> None:
         """A block on these arguments, its results in variables `outs`: in line, or as a call."""
         if name not in self.inlined:
             self.line(f"{_unpack(outs)}{self.blocks[name]}({', '.join(args)})")
@@ -366,7 +367,7 @@ class _Function:
             if isinstance(x, Var) and x not in names and out not in args:
                 names[x] = out
         own = set[Var]()
-        self.body(block, names, own, over)
+        self.body(name, names, own)
         moves = [(out, self.output(-1, x, names)) for out, x in zip(outs, block.outputs, strict=True)]
         moves = [(out, value) for out, value in moves if out != value]
         if moves:
@@ -387,11 +388,17 @@ class _Function:
             if branch == "then":
                 self.line("else:")
 
-    def loop(self, eqn: Eqn, args: list[str], outs: list[str], comment: str) -> None:
+    def begin_turns(self, starts: Sequence[str], carry: Sequence[str], names: dict[Var, str]) -> None:
+        """What turns replace is not held by the name that it began with, if nobody reads that any more."""
+        if carry:
+            self.line(f"{', '.join(carry)} = {', '.join(starts)}")
+        if self.last:
+            self.line("del " + ", ".join(names[v] for v in self.last))
+
+    def loop(self, eqn: Eqn, args: list[str], outs: list[str], names: dict[Var, str], comment: str) -> None:
         n = eqn.params.get("consts", 0)
         state = [*args[:n], *outs]
-        if outs:
-            self.line(f"{', '.join(outs)} = {', '.join(args[n:])}")
+        self.begin_turns(args[n:], outs, names)
         test = self.program.blocks[eqn.params["test"]]
         if eqn.params["test"] in self.inlined and len(test.eqns) == 1 and not _is_written_here(test.eqns[0].op):
             names = dict(zip(test.inputs, state, strict=True))
@@ -409,14 +416,13 @@ class _Function:
         self.held(eqn.params["body"], state, outs)
         self.indent -= 1
 
-    def scan(self, eqn: Eqn, args: list[str], outs: list[str], comment: str) -> None:
+    def scan(self, eqn: Eqn, args: list[str], outs: list[str], names: dict[Var, str], comment: str) -> None:
         p = eqn.params
         n = p.get("consts", 0)
         m = n + p.get("carry", 0)
         state, ys = outs[: m - n], outs[m - n :]
         body = self.program.blocks[p["body"]]
-        if state:
-            self.line(f"{', '.join(state)} = {', '.join(args[n:m])}")
+        self.begin_turns(args[n:m], state, names)
         for y in ys:
             self.line(f"{y} = []")
         turn = self.named(Var("turn", eqn.outputs[0].type), {}) if eqn.outputs else "_"
@@ -427,7 +433,7 @@ class _Function:
         given = [self.named(Var(v.name, v.type), {}) for v in body.inputs[m:]]
         for name, x in zip(given, args[m:], strict=True):
             self.line(f"{name} = {x}[{turn}]")
-        self.held(p["body"], [*args[:n], *state, *given], [*state, *row], summing(self.around, eqn, body))
+        self.held(p["body"], [*args[:n], *state, *given], [*state, *row])
         for y, r in zip(ys, row, strict=True):
             self.line(f"{y}.append({r})")
         if row or given:  # the last row would keep the memory of all

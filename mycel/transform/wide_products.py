@@ -17,14 +17,14 @@ from dataclasses import replace
 
 import torch
 
-from mycel.ir import CONTROL, Block, Builder, Eqn, Program, Type, Var, rewrite, walk
+from mycel.ir import Block, Builder, Eqn, Program, Var, rewrite, walk
 from mycel.ops import o
-from mycel.ops.product_speed import HALVES
+from mycel.ops.product_speed import HALVES, halves_of, is_product, is_slow_product
 
 
 def halves(program: Program) -> frozenset[torch.dtype]:
     """The dtypes of 16 bits in which it has products."""
-    return frozenset(dtype for _, e in walk(program) if _is_product(e) for dtype in _halves_of(e))
+    return frozenset(dtype for _, e in walk(program) if is_product(e) for dtype in halves_of(e))
 
 
 def wide_products(program: Program, slow: Mapping[torch.dtype, int]) -> Program:
@@ -32,34 +32,14 @@ def wide_products(program: Program, slow: Mapping[torch.dtype, int]) -> Program:
     return rewrite(program, lambda block: _widened(block, slow)) if slow else program
 
 
-def _is_product(eqn: Eqn) -> bool:
-    is_one = eqn.op.product or eqn.op.precision == "low"
-    return is_one and eqn.op not in CONTROL and eqn.op is not o.linear_few_rows
-
-
-def _halves_of(eqn: Eqn) -> set[torch.dtype]:
-    return {x.dtype for x in eqn.inputs if isinstance(x, Var) and x.dtype in HALVES}
-
-
-def _uses(eqn: Eqn) -> float:
-    """How often the product uses an element of its largest operand: of a weight, the number of rows."""
-    types = [t for t in eqn.input_types if isinstance(t, Type)]
-    return eqn.op.cost(eqn.input_types, eqn.params).flops / max(2 * max(t.numel for t in types), 1)
-
-
-def _is_slow(eqn: Eqn, slow: Mapping[torch.dtype, int]) -> bool:
-    dtypes = _halves_of(eqn) if _is_product(eqn) else set[torch.dtype]()
-    return bool(dtypes) and dtypes <= slow.keys() and _uses(eqn) >= max(slow[dtype] for dtype in dtypes)
-
-
 def _widened(block: Block, slow: Mapping[torch.dtype, int]) -> Block:
-    if not any(_is_slow(eqn, slow) for eqn in block.eqns):
+    if not any(is_slow_product(eqn, slow) for eqn in block.eqns):
         return block
     b = Builder()
     b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
     with b:
         for eqn in block.eqns:
-            if _is_slow(eqn, slow):
+            if is_slow_product(eqn, slow):
                 _in_32_bits(b, eqn)
             else:
                 b.eqns.append(eqn)

@@ -1,0 +1,179 @@
+"""Which results are written over an operand: the rule by which code is written, and by which the clock counts memory.
+
+overwritten      for each block, equations (by index) and the operand that their result is written over
+reusable         those whose operand owns its memory, and nobody reads it afterwards
+summing          those of a scan's body that add to its carry in place
+summed           the carry that a scan sums so, from its start to its result in one memory
+starts           what a scan or loop carries into its first turn, and reads nowhere else
+families         for each value of a block those that may lie in the same memory
+owned_results    of each block, the outputs that lie in memory of their own
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from mycel.ir import CONTROL, Block, Eqn, Program, Var, call, chains, lifetimes, loop, order, scan, walk
+from mycel.ops.rules import o
+
+Overwritten = Mapping[str, Mapping[int, int]]
+
+
+def overwritten(program: Program) -> dict[str, dict[int, int]]:
+    """By block, for equations (by index) the operand that their result is written over.  What a turn adds to is known
+    where one scan alone holds the body."""
+    owned = owned_results(program)
+    over = {name: reusable(program.blocks[name], owned) for name in order(program)}
+    uses = Counter(str(ref) for _, eqn in walk(program) for ref in eqn.refs)
+    for name, eqn in walk(program):
+        if eqn.op is scan and uses[body := eqn.params["body"]] == 1:
+            over[body] |= summing(program.blocks[name], eqn, program.blocks[body])
+    return over
+
+
+def summed(eqn: Eqn, body: Block, over: Mapping[int, int]) -> set[int]:
+    """Results of a scan (by position) that turns made by adding to the carry, in the memory that it started in."""
+    n, m = eqn.params.get("consts", 0), eqn.params.get("carry", 0)
+    operands = {body.eqns[i].inputs[k] for i, k in over.items()}
+    return {j for j in range(m) if body.inputs[n + j] in operands}
+
+
+def starts(eqn: Eqn) -> list[Var]:
+    """What a scan or loop carries into its first turn, and reads nowhere else: it is gone once a turn replaced it, if
+    nobody reads it behind."""
+    n = eqn.params.get("consts", 0)
+    m = n + (eqn.params.get("carry", 0) if eqn.op is scan else len(eqn.outputs) if eqn.op is loop else 0)
+    rest = {*eqn.inputs[:n], *eqn.inputs[m:]}
+    return [x for x in dict.fromkeys(eqn.inputs[n:m]) if isinstance(x, Var) and x not in rest]
+
+
+def may_share(eqn: Eqn) -> bool:
+    """May its result lie in the memory of its operand?  A view does; and what a rank has already is not copied for it:
+    its own part, the first rank's value, a sum over one rank.  Messages that are begun and finished apart are real
+    ones, and bring new memory."""
+    return eqn.op.write is not None or (eqn.op.by_rank and len(set(eqn.vars)) == 1)
+
+
+def families(program: Program) -> dict[str, dict[Var, list[Var]]]:
+    """For each block: for each value those that lie in the same memory, or may, as an equation or a called block made
+    them of it; itself among them."""
+    by_block: dict[str, dict[Var, list[Var]]] = {}
+    for name in order(program):
+        block = program.blocks[name]
+        sharing = by_block[name] = {v: [v] for v in block.inputs}
+        for eqn in block.eqns:
+            sharing.update((v, [v]) for v in eqn.outputs)
+            together: Iterable[list[Var]] = [[*eqn.vars, *eqn.outputs]] if may_share(eqn) else ()
+            if eqn.op is call:
+                together = _together(eqn, program.blocks[eqn.params["block"]], by_block[eqn.params["block"]])
+            for members in together:
+                family = list(dict.fromkeys(w for v in members for w in sharing[v]))
+                sharing.update(dict.fromkeys(family, family))
+    return by_block
+
+
+def _together(eqn: Eqn, called: Block, sharing: Mapping[Var, list[Var]]) -> Iterable[list[Var]]:
+    """Operands and results of a call that may lie in the same memory: a block may return one value twice, a view of
+    another result, or what it was given."""
+    members: dict[int, list[Var]] = {}
+    pairs = zip((*called.inputs, *called.outputs), (*eqn.inputs, *eqn.outputs), strict=True)
+    for inner, outer in pairs:
+        if isinstance(inner, Var) and isinstance(outer, Var):
+            members.setdefault(id(sharing[inner]), []).append(outer)
+    return members.values()
+
+
+def summing(outer: Block, eqn: Eqn, body: Block) -> dict[int, int]:
+    """Equations of a scan's body (by index) whose result may be written over an operand: a carry that they alone read
+    and replace, and that started in memory nobody else knows."""
+    producers = {v: e for e in outer.eqns for v in e.outputs}
+    n, m = eqn.params.get("consts", 0), eqn.params.get("carry", 0)
+    uses = chains(body)
+    ours = chains(outer)
+    mine = {}
+    for j in range(m):
+        start, carry = eqn.inputs[n + j], body.inputs[n + j]
+        fresh = (
+            isinstance(start, Var)
+            and start in producers
+            and producers[start].op is o.full
+            and not isinstance(producers[start].inputs[0], Var)
+        )
+        fresh = fresh and len(ours[start].uses) == 1 and not ours[start].is_output  # type: ignore[index]
+        new = body.outputs[j]
+        # nobody keeps the sum of one turn
+        alone = isinstance(new, Var) and not uses[new].uses and body.outputs.count(new) == 1
+        if fresh and alone and len(uses[carry].uses) == 1 and eqn.inputs.count(start) == 1:
+            mine[carry] = new
+    overwritten = {}
+    for i, e in enumerate(body.eqns):
+        for k in range(len(e.op.into)):
+            x = e.inputs[k]
+            if (
+                isinstance(x, Var)
+                and x in mine
+                and mine[x] == e.outputs[-1]
+                and x.type == e.outputs[-1].type
+                and e.inputs.count(x) == 1
+            ):
+                overwritten[i] = k
+                break
+    return overwritten
+
+
+def owned_results(program: Program) -> dict[str, set[int]]:
+    """Of each block its outputs (by position) whose memory nobody else knows who has not been given them."""
+    owned: dict[str, set[int]] = {}
+    by_block = families(program)
+    for name in order(program):
+        block = program.blocks[name]
+        family, fresh = by_block[name], set[Var]()
+        for eqn in block.eqns:
+            if eqn.op is call:
+                fresh.update(eqn.outputs[i] for i in owned[eqn.params["block"]])
+            elif eqn.op not in CONTROL and (eqn.op.fresh or eqn.op.into):
+                fresh.update(eqn.outputs)
+        # what is given to control flow or a stack may be kept or returned by it
+        known = {v for e in block.eqns if e.op in CONTROL or e.op.stacks for v in e.vars}
+        alone = {v for v in fresh - known if len(family[v]) == 1}
+        owned[name] = {i for i, x in enumerate(block.outputs) if x in alone and block.outputs.count(x) == 1}
+    return owned
+
+
+def reusable(block: Block, owned: Mapping[str, set[int]]) -> dict[int, int]:
+    """For equations (by index): which operand their result may be written over; `owned`: what calls return."""
+    last = {v: end for v, (_, end) in lifetimes(block).items()}
+    owner: dict[Var, Var] = {}  # a value -> the value whose fresh memory it lies in
+    sharing: dict[Var, list[Var]] = {}
+    overwritten: dict[int, int] = {}
+    for i, eqn in enumerate(block.eqns):
+        if may_share(eqn) and eqn.inputs and eqn.inputs[0] in owner:
+            mine = owner[eqn.inputs[0]]  # type: ignore[index]
+            owner.update((v, mine) for v in eqn.outputs)
+            sharing[mine] += eqn.outputs
+        elif eqn.op in CONTROL or eqn.op.stacks:  # may keep or return what it is given
+            for v in eqn.vars:
+                for other in sharing.pop(owner.get(v, v), ()):
+                    owner.pop(other, None)
+            for place in owned[eqn.params["block"]] if eqn.op is call else ():
+                v = eqn.outputs[place]
+                owner[v], sharing[v] = v, [v]
+        elif eqn.op.fresh or eqn.op.into:
+            for k in range(len(eqn.op.into)):
+                x = eqn.inputs[k]
+                if (
+                    not isinstance(x, Var)
+                    or owner.get(x) is not x
+                    or x.type != eqn.outputs[-1].type
+                    or eqn.inputs.count(x) > 1
+                ):
+                    continue
+                if all(last[v] <= i for v in sharing[x]) and not any(
+                    v is not x and v in eqn.inputs for v in sharing[x]
+                ):
+                    overwritten[i] = k
+                    break
+            for v in eqn.outputs:
+                owner[v], sharing[v] = v, [v]
+    return overwritten
