@@ -204,7 +204,9 @@ def _uneven(data: dict[str, Any], where: str) -> Cluster:
         kinds = [_device(each.get("device"), where)[0] for each in data["hosts"]]
         name, bytes_s, start_s = min((k.between for k in kinds if k), key=lambda x: x[1])
         between = Link(bytes_s, start_s, name)
-    levels = (replace(inside, ranks=devices), replace(between, ranks=1 << 30)) if hosts > 1 else (inside,)
+    levels: tuple[Link, ...] = (inside,)
+    if hosts > 1:
+        levels = replace(inside, ranks=devices), replace(between, ranks=1 << 30)
     if hosts > 1 and devices == 1:
         levels = levels[1:]
     sizes = tuple(n for p in parts for n in [p.devices] * p.hosts)
