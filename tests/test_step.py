@@ -328,10 +328,19 @@ def test_what_is_looked_up_in_may_be_the_batch():
     def met(x, y):
         return cross_entropy(x @ y.T, torch.arange(len(x)))
 
+    def at_own_place(x, actions, y):
+        return (x[torch.arange(len(x)), actions] * y).mean()
+
+    def pooled(ids, x):  # as CLIP takes the features at the end of each text
+        features = W[:, ids % 3].movedim(0, -1)
+        return met(features[torch.arange(len(ids)), ids.argmax(-1)], x)
+
     x, y = rows(0, 6)
     mixing = mycel.capture(mixed, x, y.clamp(min=0), torch.randperm(6), torch.tensor(0.3))
     meeting = mycel.capture(met, x, x.flip(0))
-    for program in (mixing, meeting):
+    placing = mycel.capture(at_own_place, x, torch.zeros(6, dtype=torch.long), torch.ones(6))
+    pooling = mycel.capture(pooled, torch.randint(0, 3, (6, 4)), torch.randn(6, len(W)))
+    for program in (mixing, meeting, placing, pooling):
         names = [v.name for v in program.inputs_of("batch")]
         assert transform.without_rows(program, names) == set()
 

@@ -6,8 +6,8 @@
 Dims are of one kind where an operator gives them the same letter, through calls, branches and loops; a dim that is
 joined of several is of the kind of the slowest.  The kind of the batch is that of the first argument's leading dim.
 Another argument has no rows where its leading dim is of another kind, and that is the kind of a parameter's dim, of one
-that is looked up in, or of another dim of what has rows.  Where nothing is shown, it has rows: features that meet those
-of the batch in a product alone (as texts meet images) are such.
+of an argument that is looked up in (but by each row at its own place), or of another dim of what has rows.  Where
+nothing is shown, it has rows: features that meet those of the batch in a product alone (as texts meet images) are such.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ class _Dims:
         self.blocks = program.blocks
         self.parents: list[int] = []
         self._looked_up: list[int] = []
+        self._positions: list[Kinds] = []  # of values that count: a row's own place
         self._unknown: list[int] = []  # made by operators that have no letters
         self.inputs = [self.new(v.ndim) for v in program.inputs]
         self.block(program.main, self.inputs)
@@ -97,8 +98,11 @@ class _Dims:
             self._unknown += [k for y in outs for k in y]
             return outs
         self.letters(eqn, given, outs)
-        if eqn.op in LOOKED_UP:
-            self._looked_up += [given[0][d] for d in p.get("at", (p.get("dim"),))]
+        if eqn.op is o.iota:
+            self._positions += outs
+        if eqn.op in LOOKED_UP and _is_among(given[0], self.inputs):
+            at = zip(p.get("at", (p.get("dim"),)), given[1:], strict=False)
+            self._looked_up += [given[0][d] for d, place in at if not _is_among(place, self._positions)]
         return outs
 
     def turns(self, eqn: Eqn, given: Sequence[Kinds]) -> list[Kinds]:
@@ -120,3 +124,8 @@ class _Dims:
                 letter = next((k for k in dim if fit.sizes[k] > 1), None)
                 if letter is not None:
                     self.tie([(kind,)], [(seen.setdefault(letter, kind),)])
+
+
+def _is_among(kinds: Kinds, others: Sequence[Kinds]) -> bool:
+    """Are these the dims of one of those values itself?"""
+    return any(kinds is each for each in others)
