@@ -107,17 +107,32 @@ class Meets(nn.Module):
             case "weighted":
                 w = x[:, 0].exp()
                 return (nn.functional.cross_entropy(h, y, reduction="none") * w).sum() / w.sum()
+            case "mixed":  # rows meet early, but no parameter has a share in it
+                order = y.argsort(stable=True)
+                out = self.a(torch.lerp(x, x[order], 0.3))
+                return F.cross_entropy(out, y) + F.cross_entropy(out, y[order])
+            case "standardised":
+                return F.cross_entropy(self.b((x - x.mean(0)) / x.std(0)), y)
+            case "shuffled early and late":
+                out = self.b(x.flip(0))
+                return F.cross_entropy(out, y) + ((out - out.roll(1, 0)) * self.scale).square().mean()
+            case "at its place":  # rows stay apart
+                places = torch.arange(len(x))
+                return -(h.log_softmax(-1)[places, y] + k.log_softmax(-1).reshape(-1)[places * 5 + y]).mean()
         return nn.functional.cross_entropy(h + k, y)
 
 
-KINDS = ["contrastive", "batch norm", "centred", "softmax of rows", "attention", "weighted", "towers", "plain"]
+KINDS = [
+    "contrastive", "batch norm", "centred", "softmax of rows", "attention", "weighted", "towers", "mixed",
+    "standardised", "shuffled early and late", "at its place", "plain",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("parts", [2, 4])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_that_meet_late_give_the_loss_of_the_whole_batch(kind, parts):
-    """What each row is alone goes part by part, and again for its gradient; parameters, buffers and loss are those of
-    torch with the whole batch."""
+def test_rows_that_meet_give_the_loss_of_the_whole_batch(kind, parts):
+    """What each row is alone goes part by part, and again for its gradient; what the batch alone decides is there
+    before the first part.  Parameters, buffers and loss are those of torch with the whole batch."""
     torch.manual_seed(0)
     model = Meets(kind).double()
     twin = copy.deepcopy(model)
@@ -135,8 +150,8 @@ def test_rows_that_meet_late_give_the_loss_of_the_whole_batch(kind, parts):
     torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()))
 
 
-@pytest.mark.parametrize("kind", ["contrastive", "towers", "batch norm"])
-def test_rows_that_meet_late_on_ranks(kind):
+@pytest.mark.parametrize("kind", ["contrastive", "towers", "batch norm", "mixed", "standardised"])
+def test_rows_that_meet_on_ranks(kind):
     torch.manual_seed(0)
     model = Meets(kind).double()
     batch = {"x": torch.randn(8, 6, dtype=torch.float64), "y": torch.randint(0, 5, (8,))}
@@ -165,6 +180,21 @@ def test_the_gradient_is_of_the_numbers_that_were_drawn():
         near = [x + sign * 1e-5 * gradient[i] if i in gradient else x for i, x in enumerate(values)]
         losses.append(float(interpret(program, near)[0]))
     assert (losses[0] - losses[1]) / 2e-5 == pytest.approx(square, rel=1e-5) and square > 1e-3
+
+
+def test_the_whole_batch_is_looked_up_in_by_places_that_are_given():
+    """Mixup: a permutation of the batch is an argument of the step."""
+
+    def loss(model, x, y, order):
+        out = model(torch.lerp(x, x[order], 0.3))
+        return F.cross_entropy(out, y) + F.cross_entropy(out, y[order])
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+    batches = [(torch.randn(8, 6), torch.randint(0, 5, (8,)), torch.randperm(8)) for _ in range(2)]
+    wanted = [loss(model, *batch).detach() for batch in batches]
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), 0.0), loss, accumulate=4, compile=False)
+    torch.testing.assert_close([step(*batch) for batch in batches], wanted)
 
 
 def test_rows_that_meet_early_are_told_of():

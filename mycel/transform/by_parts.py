@@ -14,6 +14,8 @@ A value is
     same      no row has a share in it: weights, and what is made of them
     rows      its rows are those of the whole batch's value: for its equation the letter of the batch is free (of a
               draw any numbers are as good)
+    once      no parameter and no draw has a share in it, and rows move or are summed up: x[permutation], x - mean(x);
+              it is computed first, of the whole batch, and is rows from there on, or the same
     whole     anything else; from there on the whole batch is computed at once
 
 Nothing is gained where most of the parameters are used by what is whole (a batch norm early in a network): None.
@@ -22,7 +24,7 @@ Nothing is gained where most of the parameters are used by what is whole (a batc
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -66,14 +68,12 @@ class _Value:
     trained: bool = False
     keyed: bool = False  # the key, or one made of it
     drawn: bool = False
+    once: bool = False  # the whole batch's value is there before the first part
 
     @property
     def feature(self) -> bool:
         """Has it to be computed by parts, and once?"""
         return self.rows is not None and (self.trained or self.drawn)
-
-
-WHOLE = _Value(whole=True)
 
 
 def by_parts(
@@ -111,6 +111,7 @@ class _Statuses:
 
     def __init__(self, part: Program, whole: Program, parts: int) -> None:
         self.part, self.whole, self.parts = part, whole, parts
+        self.inside = 0  # calls
 
     def block(self, part: Block, whole: Block, inputs: Sequence[_Value]) -> dict[Var, _Value]:
         """By the whole block's values."""
@@ -125,14 +126,24 @@ class _Statuses:
         if not any(g.whole for g in given):
             outs = self.call(small, large, given) if large.op is call else self.plain(small, large, given)
         if outs is None or any(y.whole for y in outs):
-            return [WHOLE] * len(large.outputs)
+            return self.together(small, large, given)
         return outs
+
+    def together(self, small: Eqn, large: Eqn, given: Sequence[_Value]) -> list[_Value]:
+        """Of an equation whose rows are not shown to be apart."""
+        trained, drawn = any(g.trained for g in given), any(g.drawn for g in given)
+        at = [self.row_dim(v, w) for v, w in zip(small.outputs, large.outputs, strict=True)]
+        if self.inside or trained or drawn or large.op.effect or any(at):  # rows are the first dim, or there are none
+            return [_Value(whole=True, trained=trained, drawn=drawn)] * len(at)
+        return [_Value(rows=dim, once=True) for dim in at]
 
     def call(self, small: Eqn, large: Eqn, given: Sequence[_Value]) -> list[_Value] | None:
         inner = [p.blocks[e.params["block"]] for p, e in ((self.part, small), (self.whole, large))]
         if not _alike(*inner):
             return None
+        self.inside += 1
         values = self.block(inner[0], inner[1], given)
+        self.inside -= 1
         return [values[x] if isinstance(x, Var) else _Value() for x in inner[1].outputs]
 
     def plain(self, small: Eqn, large: Eqn, given: Sequence[_Value]) -> list[_Value] | None:
@@ -237,20 +248,18 @@ def _written(
     results = [[v for e in block.eqns for v in e.outputs] for block in (whole.main, part.main)]
     of_part = dict(zip(*results, strict=True))
     outs = [of_part[v] for v in features]
-    small = dce(
-        replace(
-            part,
-            blocks={**part.blocks, part.entry: Block(part.main.inputs, part.main.eqns, tuple(outs))},
-            updates=(),
-        )
-    )
+    once = {of_part[v]: v for v in results[0] if values[v].once}
+    eqns = tuple(e for e in part.main.eqns if not once.keys() & {*e.outputs})
+    block = Block((*part.main.inputs, *once), eqns, tuple(outs))
+    small = dce(replace(part, blocks={**part.blocks, part.entry: block}, updates=()))
     uses = {x for e in small.main.eqns for x in e.vars} | {x for x in small.main.outputs if isinstance(x, Var)}
     used = [v for v in small.main.inputs if v in uses]
     keyed = {v.name for v in part.inputs_of("key")}
     wrt = [v for v in used if v.name in trained]
-    held = wrt + [v for v in used if v.name not in {*trained, *split, *keyed}]
     keys = [v for v in used if v.name in keyed]
-    pieces = [v for v in used if v.name in split]
+    pieces = [v for v in used if (values[once[v]].rows is not None if v in once else v.name in split)]
+    held = wrt + [v for v in used if v not in {*wrt, *keys, *pieces}]
+    first = {v: once[v] for v in used if v in once}
     operands = (*held, *keys, *pieces)
     forward = Block(operands, small.main.eqns, small.main.outputs)
     gradient = _gradient(small, forward, wrt)
@@ -269,7 +278,7 @@ def _written(
         b.eqns.append(Eqn(custom, operands, params, tuple(outs)))
         folded = [o.fold_in(key, data=NEXT) for key in keys]
     blocks["part_turn"] = Block(operands, tuple(b.eqns), (*folded, *outs))
-    return _entry(whole, blocks, consts, late, features, values, (held, keys, pieces), outs, parts)
+    return _entry(whole, blocks, consts, late, features, values, (held, keys, pieces), first, outs, parts)
 
 
 def _entry(
@@ -280,16 +289,20 @@ def _entry(
     features: Sequence[Var],
     values: Mapping[Var, _Value],
     operands: tuple[Sequence[Var], Sequence[Var], Sequence[Var]],
+    first: Mapping[Var, Var],
     outs: Sequence[Var],
     parts: int,
 ) -> Program:
+    """`first`: what is computed before the parts, by its name in a part."""
     main = whole.main
     held, keys, pieces = operands
     b = Builder()
     b.inputs = list(main.inputs)
     b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
-    by_name = {v.name: v for v in main.inputs}
+    by_name = {v.name: v for v in main.inputs} | {v.name: w for v, w in first.items()}
+    early = _behind(main, first.values())
     with b:
+        b.eqns.extend(main.eqns[i] for i in early)
         rows = [o.reshape(by_name[v.name], shape=(parts, *v.shape)) for v in pieces]
         inputs = (*(by_name[v.name] for v in (*held, *keys)), *rows)
         params = {"body": Ref("part_turn"), "length": parts, "consts": len(held), "carry": len(keys)}
@@ -299,10 +312,20 @@ def _entry(
         whole_values: dict[Var, Atom] = {
             v: _one_behind_the_other(x, v.shape, values[v]) for v, x in zip(features, stacked, strict=True)
         }
-    eqns = [substitute(main.eqns[i], whole_values) for i in late]
+    eqns = [substitute(main.eqns[i], whole_values) for i in late if i not in early]
     outputs = tuple(whole_values.get(x, x) if isinstance(x, Var) else x for x in main.outputs)
     blocks[whole.entry] = Block(tuple(b.inputs), (*b.eqns, *eqns), outputs)
     return prune(replace(whole, blocks=blocks, consts=consts))
+
+
+def _behind(block: Block, values: Iterable[Var]) -> list[int]:
+    """The equations that values are computed by."""
+    needed, used = [], {*values}
+    for i, eqn in reversed([*enumerate(block.eqns)]):
+        if used & {*eqn.outputs}:
+            needed.append(i)
+            used |= {*eqn.vars}
+    return needed[::-1]
 
 
 def _one_behind_the_other(x: Var, shape: Sequence[int], value: _Value) -> Var:

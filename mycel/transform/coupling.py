@@ -6,8 +6,10 @@ over the batch.  Of values that depend on the batch,
     one with two such dims                       s[b,b] = x[b,d] y[b,d]ᵀ         every row meets every other
     one over the batch from one that sums it up  x[b,d] - mean[d]                every row meets all of them
     a dim of the batch that must stay whole      batch_norm, softmax over rows   by way of the operator's expansion
+                                                 x[permutation], sort, flip      an operator that has none moves rows
 
-A loss of such values over a part is not the part's share in the loss over the batch.
+A row looked up at its own place, x[arange(b), y], stays where it is.  A loss of such values over a part is not the
+part's share in the loss over the batch.
 """
 
 from __future__ import annotations
@@ -16,6 +18,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from mycel.ir import CONTROL, Atom, Block, Builder, Eqn, Program, Var, call, is_float
+from mycel.ops import o
+
+# rows stay in their order; and of what is opaque nothing is known
+IN_ORDER = (o.opaque, o.slice, o.cat, o.split, o.select, o.stack, o.pad, o.repeat)
+ARITHMETIC = (o.add, o.mul, o.cast, o.reshape, o.expand, o.permute)  # of places
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,7 @@ class _Known:
     batch: bool = False
     trained: bool = False
     rows: int = 0  # dims that run over the batch
+    place: bool = False  # where each row itself is
 
     @property
     def summed(self) -> bool:
@@ -69,14 +77,20 @@ class _Walk:
             else:
                 batch, trained = any(g.batch for g in given), any(g.trained for g in given)
                 pairs = zip(eqn.outputs, large.outputs, strict=True)
-                outs = [_Known(batch, trained, _rows(v, w)) for v, w in pairs]
+                place = self.counts(eqn) or (eqn.op in ARITHMETIC and any(g.place for g in given))
+                outs = [_Known(batch, trained, rows := _rows(v, w), place and rows > 0) for v, w in pairs]
                 self.judge(eqn, large, given, outs)
             known.update(zip(eqn.outputs, outs, strict=True))
 
     def judge(self, eqn: Eqn, large: Eqn, given: Sequence[_Known], outs: Sequence[_Known]) -> None:
         """Note the line of an equation in which rows meet."""
-        over = [k for v, k in zip(eqn.outputs, outs, strict=True) if k.rows and k.batch and is_float(v.dtype)]
-        if not over or eqn.op in CONTROL:
+        of_batch = [(v, k) for v, k in zip(eqn.outputs, outs, strict=True) if k.rows and k.batch]
+        if not of_batch or eqn.op in CONTROL:
+            return
+        if eqn.op.expand is None and self.moves_rows(eqn, large, given):
+            self.lines[eqn.line or eqn.op.name] = None
+        over = [k for v, k in of_batch if is_float(v.dtype)]
+        if not over:
             return
         if (
             any(k.rows > 1 for k in over)
@@ -88,12 +102,30 @@ class _Walk:
         elif eqn.op.expand is not None and self.stays_whole(eqn, large):
             self.expanded(eqn, large, given)
 
-    def stays_whole(self, eqn: Eqn, large: Eqn) -> bool:
-        """Must a dim of the batch be whole for this operator?"""
+    def stays_whole(self, eqn: Eqn, large: Eqn, given: Sequence[_Known] = ()) -> bool:
+        """Must a dim of the batch be whole for this operator; of one of the operands that are `given`, and depend on
+        the batch?"""
         if eqn.op.dims is None:
             return False
         fits = [e.op.fit(e.input_types, dict(e.params)) for e in (eqn, large)]
-        return any(fits[0].flags.get(k) == "^" and fits[1].sizes.get(k) != n for k, n in fits[0].sizes.items())
+        whole = {k for k, n in fits[0].sizes.items() if fits[0].flags.get(k) == "^" and fits[1].sizes.get(k) != n}
+        if not given:
+            return bool(whole)
+        items = zip(fits[0].ins, given, strict=True)
+        return any(g.batch and k in whole for item, g in items for dim in item or () for k in dim)
+
+    def counts(self, eqn: Eqn) -> bool:
+        """Is it 0, 1, 2 …, or places in their order, as those of a mask?"""
+        if eqn.op is o.iota:
+            return (eqn.params.get("start", 0), eqn.params.get("step", 1)) == (0, 1)
+        places = self.part.consts[eqn.params["name"]] if eqn.op is o.const else None
+        return (
+            places is not None and places.ndim == 1 and not is_float(places.dtype) and bool((places.diff() >= 0).all())
+        )
+
+    def moves_rows(self, eqn: Eqn, large: Eqn, given: Sequence[_Known]) -> bool:
+        """Does a row of the result come from another place?"""
+        return eqn.op not in IN_ORDER and not any(g.place for g in given[1:]) and self.stays_whole(eqn, large, given)
 
     def expanded(self, eqn: Eqn, large: Eqn, given: Sequence[_Known]) -> None:
         """The same for what the operator means in smaller ones."""
