@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -276,7 +277,7 @@ def test_state_with_a_shape_of_its_own_and_partial_state_run_and_are_saved(tmp_p
             model, torch.optim.SGD(model.parameters()), Plan(mesh, batch=["dp"], parameters={"weight": ["tp", "-"]})
         )
         parts.stored["weight"] = Layout((("tp",), ()))
-        return parts, parts.given(UnshardedStep(None, program, (), 1, "main"))
+        return parts, parts.given(UnshardedStep(SimpleNamespace(program=program, leaves=["x"]), program, (), 1, "main"))
 
     parts, lying = planned(Mesh(dp=2, tp=3))
     distributed = spread(program, parts.plan, *lying)

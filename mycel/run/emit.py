@@ -19,6 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ from mycel.ir import (
 )
 from mycel.ops import o
 from mycel.ops.overwriting import Overwritten, overwritten, starts
+from mycel.ops.python_calls import CALLS, PythonCall
 from mycel.run.compiled_blocks import CompiledProgram
 from mycel.run.kernels import class_source, literal, sources_of, write, write_inplace, write_into
 from mycel.run.memory_sharing import (
@@ -132,7 +134,9 @@ def load(
     file = f"<mycel program {load.count}>"  # type: ignore[attr-defined]
     load.count += 1  # type: ignore[attr-defined]
     linecache.cache[file] = (len(source), None, source.splitlines(True), file)
-    run = partial(exec, compile(source, file, "exec"))
+    # the Python of islands stays as long as a function of the code does, which torch's autograd may be the last to hold
+    islands = [CALLS.get(e.params["name"]) for _, e in walk(program) if e.op.python]
+    run = partial(_executed, compile(source, file, "exec"), islands)
     if compiled:
         names = function_names(program, donate)
         return CompiledProgram.of(run, program, names, compiled, source, device), source
@@ -144,6 +148,11 @@ def load(
 
 
 load.count = 0  # type: ignore[attr-defined]
+
+
+def _executed(code: CodeType, islands: Sequence[PythonCall | None], env: dict[str, Any]) -> None:
+    env["__islands__"] = islands
+    exec(code, env)
 
 
 class _Function:
