@@ -216,7 +216,7 @@ def test_a_step_in_parts_takes_what_is_predicted(name, accumulate, precision):
     """Sums over parts lie where they began, and what is written over an operand takes no memory of its own."""
     make, batch = PARTS[name]
     peak, predicted = measured(both(make, adamw(), accumulate=accumulate, precision=precision), batch)
-    assert peak == pytest.approx(predicted, rel=0.04), f"measured {peak}, predicted {predicted}: {peak / predicted:.3f}"
+    assert 0.96 * predicted <= peak <= predicted, f"measured {peak}, predicted {predicted}: {peak / predicted:.3f}"
 
 
 SCAN = """

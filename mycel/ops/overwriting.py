@@ -87,23 +87,15 @@ def _together(eqn: Eqn, called: Block, sharing: Mapping[Var, list[Var]]) -> Iter
 def summing(outer: Block, eqn: Eqn, body: Block) -> dict[int, int]:
     """Equations of a scan's body (by index) whose result may be written over an operand: a carry that they alone read
     and replace, and that started in memory nobody else knows."""
-    producers = {v: e for e in outer.eqns for v in e.outputs}
+    filled = {e.outputs[0] for e in outer.eqns if e.op is o.full and not isinstance(e.inputs[0], Var)}
     n, m = eqn.params.get("consts", 0), eqn.params.get("carry", 0)
-    uses = chains(body)
-    ours = chains(outer)
-    mine = {}
+    uses, ours, mine = chains(body), chains(outer), {}
     for j in range(m):
-        start, carry = eqn.inputs[n + j], body.inputs[n + j]
-        fresh = (
-            isinstance(start, Var)
-            and start in producers
-            and producers[start].op is o.full
-            and not isinstance(producers[start].inputs[0], Var)
-        )
-        fresh = fresh and len(ours[start].uses) == 1 and not ours[start].is_output  # type: ignore[index]
-        new = body.outputs[j]
-        # nobody keeps the sum of one turn
-        alone = isinstance(new, Var) and not uses[new].uses and body.outputs.count(new) == 1
+        start, carry, new = eqn.inputs[n + j], body.inputs[n + j], body.outputs[j]
+        if not isinstance(start, Var) or not isinstance(new, Var):
+            continue
+        fresh = start in filled and len(ours[start].uses) == 1 and not ours[start].is_output
+        alone = not uses[new].uses and body.outputs.count(new) == 1  # nobody keeps the sum of one turn
         if fresh and alone and len(uses[carry].uses) == 1 and eqn.inputs.count(start) == 1:
             mine[carry] = new
     overwritten = {}
@@ -148,8 +140,9 @@ def reusable(block: Block, owned: Mapping[str, set[int]]) -> dict[int, int]:
     sharing: dict[Var, list[Var]] = {}
     overwritten: dict[int, int] = {}
     for i, eqn in enumerate(block.eqns):
-        if may_share(eqn) and eqn.inputs and eqn.inputs[0] in owner:
-            mine = owner[eqn.inputs[0]]  # type: ignore[index]
+        first = eqn.inputs[0] if eqn.inputs else None
+        if may_share(eqn) and isinstance(first, Var) and first in owner:
+            mine = owner[first]
             owner.update((v, mine) for v in eqn.outputs)
             sharing[mine] += eqn.outputs
         elif eqn.op in CONTROL or eqn.op.stacks:  # may keep or return what it is given
