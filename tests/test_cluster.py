@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import yaml
 
 from mycel.errors import PlanError
 from mycel.ir import Mesh
 from mycel.plan.cluster import KINDS, Cluster
+from mycel.plan.hardware import CPU, KNOWN, OTHER, known_name, preset_of, probed
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -50,6 +52,82 @@ def test_of_hosts_of_several_sizes_parts_count_that_lie_in_one_host(counts, devi
     inside = cluster.hardware.levels[0]
     assert inside.ranks == devices if devices > 1 else [x.name for x in cluster.hardware.levels] == ["network"]
     assert cluster.one_host.world == devices and cluster.times(2).world == 2 * sum(counts)
+
+
+MEASURED = {
+    "device": "CPU",
+    "processes": 4,
+    "threads": 1,
+    "launch_s": 3e-6,
+    "host_bytes_s": 9e9,
+    "update_bytes_s": 8e9,
+    "update_half_bytes_s": 6e9,
+    "rates": {"memory": [[65536, 4.1e10], [1 << 26, 9.2e9]], "product.fp32": [[1e5, 2e10], [1e9, 9.1e10]]},
+    "levels": [
+        {"name": "host", "ranks": 4, "busy": 0.9, "messages": {"all_reduce": [[2, 4096, 1e-4], [4, 4096, 2e-4]]}}
+    ],
+}
+
+
+def test_what_the_probe_measured_is_a_cluster(tmp_path):
+    file = tmp_path / "probe.yaml"
+    file.write_text(yaml.safe_dump(MEASURED))
+    cluster = Cluster.read(file)
+    assert (cluster.world, cluster.devices, cluster.hosts, cluster.memory) == (4, 4, 1, None)
+    assert cluster.hardware == probed(preset_of("CPU"), file.read_text()) != preset_of("CPU")
+    assert cluster.hardware.single == 9.1e10 and cluster.hardware.links(Mesh(dp=4)).levels == ("host",)
+
+
+def test_what_the_probe_measured_over_hosts_of_gpus_is_a_cluster():
+    network = {**MEASURED["levels"][0], "name": "network", "ranks": 16}
+    levels = [{**MEASURED["levels"][0], "ranks": 8}, network]
+    data = {**MEASURED, "device": "NVIDIA H100 80GB HBM3", "memory": 79 << 30, "processes": 16, "levels": levels}
+    cluster = Cluster.read(data)
+    assert (cluster.world, cluster.devices, cluster.hosts, cluster.memory) == (16, 8, 2, 79 << 30)
+    assert cluster.nominal == KINDS["H100"].nominal and cluster.hardware.quarter == KNOWN["H100"].quarter
+    assert cluster.one_host.hardware.levels[0].name == "host"
+    older = Cluster.read({k: v for k, v in data.items() if k != "memory"})
+    assert older.memory == KNOWN["H100"].memory
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"process": 4}, "unknown key 'process'.*try       processes"),
+        ({"processes": 6}, "6 processes are not a whole number of hosts of 4"),
+        ({"rates": {"memory": "fast"}}, "what the probe measured cannot be read.*mycel probe --out"),
+        ({"rates": 3}, "what the probe measured cannot be read"),
+    ],
+)
+def test_what_no_probe_wrote_is_refused(change, says):
+    with pytest.raises(PlanError, match="(?s)" + says):
+        Cluster.read({**MEASURED, **change})
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40"),
+        ("NVIDIA A100 80GB PCIe", "A100-80"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("Ascend910B3", "Ascend-910B"),
+        ("Tesla T4", None),
+        ("CPU", None),
+    ],
+)
+def test_devices_are_known_by_what_their_driver_calls_them(driver, name):
+    assert known_name(driver) == name
+    same = OTHER if name is None else KNOWN[name]
+    assert preset_of(driver).half == (CPU if driver == "CPU" else same).half and preset_of(driver).name == driver
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_a_preset_reaches_is_a_share_of_what_it_is_sold_with(name):
+    kind = KINDS[name]
+    assert kind.hardware is KNOWN[name] and 0.7 <= kind.hardware.half / kind.nominal <= 0.85
+    assert kind.hardware.quarter is None or 1.5 <= kind.hardware.quarter / kind.hardware.half <= 1.7
 
 
 @pytest.mark.parametrize("name", ["rtx4090", "RTX-4090", "rtx_4090", "4090"])

@@ -366,7 +366,7 @@ def test_layers_stay_wide_for_a_reason():
         "last": ["head.weight"],
     }
     assert chosen.layers == (1, 5)
-    slow = products(model, batch, KNOWN["A100"], compile=True)  # without a rate for 8 bits: emulated, at any price
+    slow = products(model, batch, KNOWN["A100-80"], compile=True)  # without a rate for 8 bits: emulated, at any price
     assert "too small to pay" not in slow.wide
 
 

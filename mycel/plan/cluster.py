@@ -1,6 +1,7 @@
 """The devices to plan for: what kind, how many in a host, how many hosts, and the wires between them.
 
     Cluster.read("h100x64")         a preset and a count: eight hosts of eight
+    Cluster.read("probe.yaml")      what `mycel probe` measured: its processes are the devices
     Cluster.read("cluster.yaml")    a file:
 
         device: H100                               a preset, or its figures (below)
@@ -33,18 +34,21 @@ from pathlib import Path
 from typing import Any
 
 from mycel.errors import PlanError, TrainError
-from mycel.plan.hardware import SEEN, Hardware
+from mycel.plan.hardware import ALIASES, KNOWN, SEEN, Hardware, known_name, preset_of, with_rates
 from mycel.plan.links import Link
 from mycel.plan.mapping_file import read_mapping
 from mycel.sizes import parse_bytes, shown
 
-GIB = 1 << 30
 KEYS = ("name", "device", "devices", "hosts", "levels")
 DEVICE_KEYS = (
     "name", "half", "single", "quarter", "bytes_s", "memory", "host_bytes_s", "busy_host_bytes_s", "update_bytes_s",
     "update_half_bytes_s", "launch_s",
 )  # fmt: skip
 FIGURES = tuple(name for name in DEVICE_KEYS if name not in ("name", "half", "single", "bytes_s", "memory"))  # optional
+PROBE_KEYS = (
+    "device", "processes", "threads", "memory", "launch_s", "host_bytes_s", "busy_host_bytes_s", "update_bytes_s",
+    "update_half_bytes_s", "unaligned", "rates", "levels",
+)  # fmt: skip
 LEVEL_KEYS = ("name", "bytes_s", "start_s", "shared")
 
 
@@ -60,30 +64,25 @@ class Kind:
     between: tuple[str, float, float]
 
 
-def _kind(
-    name: str, nominal: float, half: float, bytes_s: float, memory: int, inside: tuple[str, float, float],
-    network: float, devices: int = 8, host_bytes_s: float = 25e9, quarter: float | None = None,
-) -> Kind:  # fmt: skip
-    """Reachable figures: about three quarters of the nominal operations, 85 % of the memory's bytes."""
-    hardware = Hardware(
-        name, half, half / 2, bytes_s, memory=memory * GIB, host_bytes_s=host_bytes_s, quarter=quarter, **SEEN
-    )
-    return Kind(hardware, nominal, devices, inside, ("network", network, 10e-6))
+def _kind(name: str, nominal: float, inside: tuple[str, float, float], network: float, devices: int = 8) -> Kind:
+    return Kind(KNOWN[name], nominal, devices, inside, ("network", network, 10e-6))
 
 
-# What a device reaches: products and memory as in `hardware.py`; wires: what collectives reach of them, each way.
+# As sold, dense in 16 bits with sums in 32; and wires: what collectives reach of them, each way.
 KINDS = {
-    "A100-40": _kind("A100-40", 312e12, 250e12, 1.3e12, 40, ("nvlink", 230e9, 4e-6), 22e9),
-    "A100-80": _kind("A100-80", 312e12, 250e12, 1.6e12, 80, ("nvlink", 230e9, 4e-6), 22e9),
-    "H100": _kind("H100", 989e12, 720e12, 2.8e12, 80, ("nvlink", 360e9, 3e-6), 45e9, 8, 50e9, 1150e12),
-    "H200": _kind("H200", 989e12, 750e12, 4.0e12, 141, ("nvlink", 360e9, 3e-6), 45e9, 8, 50e9, 1200e12),
-    "B200": _kind("B200", 2250e12, 1700e12, 6.8e12, 180, ("nvlink", 720e9, 3e-6), 45e9, 8, 50e9, 2700e12),
-    "L40S": _kind("L40S", 362e12, 290e12, 0.7e12, 48, ("pcie", 20e9, 8e-6), 22e9, quarter=440e12),
-    "RTX-4090": _kind("RTX-4090", 165e12, 130e12, 0.85e12, 24, ("pcie", 10e9, 10e-6), 1.2e9, quarter=200e12),
-    "Ascend-910B": _kind("Ascend-910B", 313e12, 240e12, 1.3e12, 64, ("hccs", 150e9, 8e-6), 22e9),
-    "Ascend-910C": _kind("Ascend-910C", 752e12, 560e12, 2.6e12, 128, ("hccs", 300e9, 8e-6), 45e9, devices=16),
+    each.hardware.name: each
+    for each in (
+        _kind("A100-40", 312e12, ("nvlink", 230e9, 4e-6), 22e9),
+        _kind("A100-80", 312e12, ("nvlink", 230e9, 4e-6), 22e9),
+        _kind("H100", 989e12, ("nvlink", 360e9, 3e-6), 45e9),
+        _kind("H200", 989e12, ("nvlink", 360e9, 3e-6), 45e9),
+        _kind("B200", 2250e12, ("nvlink", 720e9, 3e-6), 45e9),
+        _kind("L40S", 362e12, ("pcie", 20e9, 8e-6), 22e9),
+        _kind("RTX-4090", 165e12, ("pcie", 10e9, 10e-6), 1.2e9),
+        _kind("Ascend-910B", 313e12, ("hccs", 150e9, 8e-6), 22e9),
+        _kind("Ascend-910C", 752e12, ("hccs", 300e9, 8e-6), 45e9, devices=16),
+    )
 }
-ALIASES = {"A100": "A100-80", "4090": "RTX-4090", "910B": "Ascend-910B", "910C": "Ascend-910C"}
 
 
 def _plain(name: str) -> str:
@@ -167,6 +166,8 @@ class Cluster:
 
 
 def _cluster(data: dict[str, Any], where: str) -> Cluster:
+    if "rates" in data:
+        return _measured(data, where)
     _refuse_unknown(data, KEYS, where)
     if isinstance(data.get("hosts"), list):
         return _uneven(data, where)
@@ -176,6 +177,33 @@ def _cluster(data: dict[str, Any], where: str) -> Cluster:
     nominal = kind.nominal if kind is not None else hardware.half
     levels = _levels(data.get("levels"), kind, devices, hosts, where)
     return Cluster(str(data.get("name") or where), replace(hardware, levels=levels), devices, hosts, nominal)
+
+
+def _measured(data: dict[str, Any], where: str) -> Cluster:
+    """The devices that a probe measured (`hardware.py` has its file)."""
+    _refuse_unknown(data, PROBE_KEYS, where)
+    world = _count(data.get("processes", 1), f"{where}: processes")
+    try:
+        name = str(data["device"])
+        known = preset_of(name)
+        hardware = with_rates(replace(known, memory=int(data.get("memory", 0)) or known.memory), data)
+    except (KeyError, TypeError, ValueError, AttributeError) as e:
+        raise PlanError(
+            f"{where}: what the probe measured cannot be read: {e}\n  try       mycel probe --out {where}"
+        ) from e
+    devices = next((level.ranks for level in hardware.levels if level.name == "host"), 1)
+    if world % devices:
+        raise PlanError(
+            f"{where}: {world} processes are not a whole number of hosts of {devices} ranks\n"
+            f"  try       mycel probe --out {where}"
+        )
+    return Cluster(where, hardware, devices, world // devices, nominal_of(hardware))
+
+
+def nominal_of(hardware: Hardware) -> float:
+    """Operations a second in 16 bits as a device is sold; of one that is no preset what it reaches."""
+    kind = KINDS.get(known_name(hardware.name) or "")
+    return kind.nominal if kind is not None else hardware.half
 
 
 def _uneven(data: dict[str, Any], where: str) -> Cluster:

@@ -6,6 +6,8 @@ probe file      $MYCEL_PROBE (empty: none), else probe.yaml in $XDG_CACHE_HOME/m
                 device it names
 
 device: CPU                                     as `Hardware.name`
+processes: 4                                    that measured at once, each with so many `threads`
+memory: 150754820096                            on a GPU: its bytes
 launch_s: 3.1e-06
 host_bytes_s: 9.0e+09                           copies between host and device, each way while the other is as busy
 busy_host_bytes_s: 7.0e+09                      the same while the host updates parameters
@@ -161,32 +163,59 @@ def rate(curve: Curve, work: float) -> float:
     return float(y0 ** (1 - share) * y1**share)
 
 
-# Reachable, not nominal: about 76 % of the tensor-core peak in large products (in 8 bits, scaled by row, 60 %: 1150 to
-# 1350 TFLOP/s of an H200), 85 % of the memory's.  What kernels of a step reach of that was seen on an H200, over Llama,
-# GPT-2, BERT, ViT and Qwen3 (python bench/clock.py --device cuda --parts); other GPUs are taken to be alike.
+# Reachable, not nominal: about 76 % of what the vendor says of dense products in 16 bits with sums in 32 (in 8 bits,
+# scaled by row, 60 %: 1150 to 1350 TFLOP/s of an H200), 85 % of the memory's.  An RTX 4090 is sold with 165e12:
+# twice that sums in 16 bits, which training does not.  What kernels of a step reach of that was seen on an H200, over
+# Llama, GPT-2, BERT, ViT and Qwen3 (python bench/clock.py --device cuda --parts); other GPUs are taken to be alike.
 SEEN: dict[str, Any] = {
     "launch_s": 8e-6, "reach": 0.65, "attends": 0.6, "unaligned": (0.15, 0.33, 0.33), "changes": 0.45,
 }  # fmt: skip
+
+
+def _known(
+    name: str, half: float, bytes_s: float, memory: int, single: float | None = None, **figures: float
+) -> Hardware:
+    return Hardware(name, half, single or half / 2, bytes_s, memory=memory << 30, **{**SEEN, **figures})
+
+
 KNOWN = {
-    "H200": Hardware("H200", 750e12, 370e12, 4.0e12, host_bytes_s=49e9, quarter=1200e12, **SEEN),
-    "H100": Hardware("H100", 720e12, 355e12, 2.8e12, host_bytes_s=50e9, quarter=1150e12, **SEEN),
-    "A100": Hardware("A100", 250e12, 125e12, 1.6e12, **SEEN),
-    "L40S": Hardware("L40S", 290e12, 145e12, 0.7e12, quarter=440e12, **SEEN),
-    "4090": Hardware("4090", 260e12, 130e12, 0.85e12, quarter=390e12, **SEEN),
+    each.name: each
+    for each in (
+        _known("A100-40", 250e12, 1.3e12, 40),
+        _known("A100-80", 250e12, 1.6e12, 80),
+        _known("H100", 720e12, 2.8e12, 80, 355e12, host_bytes_s=50e9, quarter=1150e12),
+        _known("H200", 750e12, 4.0e12, 141, 370e12, host_bytes_s=49e9, quarter=1200e12),
+        _known("B200", 1700e12, 6.8e12, 180, host_bytes_s=50e9, quarter=2700e12),
+        _known("L40S", 290e12, 0.7e12, 48, quarter=440e12),
+        _known("RTX-4090", 130e12, 0.85e12, 24, quarter=200e12),
+        _known("Ascend-910B", 240e12, 1.3e12, 64),
+        _known("Ascend-910C", 560e12, 2.6e12, 128),
+    )
 }
+ALIASES = {"A100": "A100-80", "4090": "RTX-4090", "910B": "Ascend-910B", "910C": "Ascend-910C"}
 CPU = Hardware("CPU", 100e9, 100e9, 10e9, 2e-6)
 OTHER = Hardware("GPU", 100e12, 50e12, 0.8e12, **SEEN)
+
+
+def known_name(device: str) -> str | None:
+    """The preset of a device as its driver calls it: "NVIDIA A100-SXM4-80GB" is an A100-80."""
+    names = {name: name for name in KNOWN} | ALIASES
+    return next((names[name] for name in names if all(word in device for word in name.split("-"))), None)
+
+
+def preset_of(device: str) -> Hardware:
+    """What is known of a device of such a name, unmeasured."""
+    if device == CPU.name:
+        return replace(CPU, widens=slow_products(torch.device("cpu"), HALVES))
+    return replace(KNOWN.get(known_name(device) or "", OTHER), name=device)
 
 
 def hardware_of(device: torch.device) -> Hardware:
     """What is known of a device: the preset, and over it what was measured of a device of this name."""
     if device.type != "cuda":
-        preset = replace(CPU, widens=slow_products(torch.device("cpu"), HALVES))
-    else:
-        properties = torch.cuda.get_device_properties(device)
-        known = next((h for key, h in KNOWN.items() if key in properties.name), OTHER)
-        preset = replace(known, name=properties.name, memory=properties.total_memory)
-    return probed(preset, probe_text())
+        return probed(preset_of(CPU.name), probe_text())
+    properties = torch.cuda.get_device_properties(device)
+    return probed(replace(preset_of(properties.name), memory=properties.total_memory), probe_text())
 
 
 def probe_path() -> Path | None:

@@ -118,8 +118,10 @@ class Probe:
             rates.update((f"{kind}.{name}", curve) for kind, curve in self._attention(dtype).items())
             rates[f"conv.{name}"] = list(self._convolutions(dtype, 3))
             rates[f"conv_point.{name}"] = list(self._convolutions(dtype, 1))
+        gpu = torch.cuda.get_device_properties(self.device) if is_cuda else None
         measurements = {
-            "device": torch.cuda.get_device_properties(self.device).name if is_cuda else "CPU",
+            "device": gpu.name if gpu is not None else "CPU",
+            **({"memory": gpu.total_memory} if gpu is not None else {}),
             "processes": self.ranks.mesh.world,
             "threads": torch.get_num_threads(),
             "launch_s": _short(self.launch_s),

@@ -21,7 +21,7 @@ from torch import nn
 from mycel.errors import PlanError
 from mycel.parts import UnshardedStep
 from mycel.plan import hardware_of
-from mycel.plan.cluster import Cluster
+from mycel.plan.cluster import Cluster, nominal_of
 from mycel.plan.plan_file import plan_data
 from mycel.replica_batch import own_batch
 from mycel.search import Search
@@ -166,7 +166,7 @@ def this_machine() -> Cluster:
     count = gpus or 1
     if not gpus and hardware.levels:
         count = max(level.ranks for level in hardware.levels)
-    return Cluster("this machine", hardware, count, 1, hardware.half)
+    return Cluster("this machine", hardware, count, 1, nominal_of(hardware))
 
 
 def cluster_of(name: str | None) -> Cluster:
