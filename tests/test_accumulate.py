@@ -116,6 +116,16 @@ class Meets(nn.Module):
             case "shuffled early and late":
                 out = self.b(x.flip(0))
                 return F.cross_entropy(out, y) + ((out - out.roll(1, 0)) * self.scale).square().mean()
+            case "halves":
+                left, right = h.chunk(2)
+                return (left * right).mean() + (left - right).square().sum()
+            case "neighbours":
+                return (h[1:] - k[:-1]).square().mean()
+            case "looked up backwards":
+                return (h * k[torch.arange(len(x)) * -1 + len(x) - 1]).mean()
+            case "stacked and cut":
+                left, right = self.a(torch.cat([x, 2 * x])).chunk(2)
+                return (left * right).square().mean()
             case "at its place":  # rows stay apart
                 places = torch.arange(len(x))
                 return -(h.log_softmax(-1)[places, y] + k.log_softmax(-1).reshape(-1)[places * 5 + y]).mean()
@@ -124,7 +134,8 @@ class Meets(nn.Module):
 
 KINDS = [
     "contrastive", "batch norm", "centred", "softmax of rows", "attention", "weighted", "towers", "mixed",
-    "standardised", "shuffled early and late", "at its place", "plain",
+    "standardised", "shuffled early and late", "halves", "neighbours", "looked up backwards", "stacked and cut",
+    "at its place", "plain",
 ]  # fmt: skip
 
 
@@ -195,6 +206,24 @@ def test_the_whole_batch_is_looked_up_in_by_places_that_are_given():
     wanted = [loss(model, *batch).detach() for batch in batches]
     step = mycel.train_step(model, torch.optim.SGD(model.parameters(), 0.0), loss, accumulate=4, compile=False)
     torch.testing.assert_close([step(*batch) for batch in batches], wanted)
+
+
+def test_an_order_that_is_drawn_is_the_whole_batchs():
+    """As many parts as one likes draw the same permutation, and so the same loss."""
+
+    def loss(model, x, y):
+        out = model(torch.lerp(x, x[torch.randperm(len(x))], 0.3))
+        return F.cross_entropy(out, y)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5))
+    x, y, losses = torch.randn(8, 6), torch.randint(0, 5, (8,)), []
+    for parts in (1, 2, 8):
+        step = mycel.train_step(model, torch.optim.SGD(model.parameters(), 0.0), loss, accumulate=parts, compile=False)
+        torch.manual_seed(7)
+        losses.append(step(x, y))
+    torch.testing.assert_close(losses, losses[:1] * 3)
+    assert not torch.isclose(losses[0], F.cross_entropy(model(x), y))
 
 
 def test_rows_that_meet_early_are_told_of():

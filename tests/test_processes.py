@@ -145,6 +145,7 @@ ALONE = {
     "state_dict-step": "waits in step.state_dict",
     "save-step": "waits in a word of each rank (checkpoint)",
     "state_dict-end": "rank 0 waits in step.state_dict, which rank 1 has ended without",
+    "evaluate-end": "rank 0 waits in step.evaluate, which rank 1 has ended without",
     "save-end": "rank 0 waits in a word of each rank (checkpoint), which rank 1 has ended without",
 }
 

@@ -1,6 +1,9 @@
 """The law of a training step: it is the plain PyTorch loop, for every model, optimiser, clipping, accumulation and
 grouping of parameters."""
 
+import functools
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -268,12 +271,12 @@ def test_parts_with_the_count_of_the_whole_batch_given(count):
 class Lookup(nn.Module):
     """Features beside rows of a table that is an argument."""
 
-    def __init__(self):
+    def __init__(self, look_up):
         super().__init__()
-        self.up, self.down = nn.Linear(6 + 3, 8), nn.Linear(8, 5)
+        self.look_up, self.up, self.down = look_up, nn.Linear(6 + 3, 8), nn.Linear(8, 5)
 
     def forward(self, x, ids, table):
-        return self.down(self.up(torch.cat([x, table[ids]], -1)).tanh())
+        return self.down(self.up(torch.cat([x, self.look_up(ids, table)], -1)).tanh())
 
 
 def test_what_is_as_long_as_the_batch_by_chance_is_given_to_each_part():
@@ -307,8 +310,10 @@ def test_what_is_as_long_as_the_batch_by_chance_is_given_to_each_part():
             x, y = rows(i, 6)
             return table, ids, x, y
 
-        for loss, given in ((mixed, batches), (mixed_table_first, table_first)):
-            pair = both(Lookup, sgd(), loss, accumulate=3)
+        looked_up = (lambda ids, table: table[ids], F.embedding)
+        orders = ((mixed, batches), (mixed_table_first, table_first))
+        for look_up, (loss, given) in itertools.product(looked_up, orders):
+            pair = both(functools.partial(Lookup, look_up), sgd(), loss, accumulate=3)
             for i in range(3):
                 ours = pair.step(*given(i)).item()
                 pair.plain.zero_grad()

@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Iterator
 
 from mycel.ir import Block, Eqn, Program, Var, call
-from mycel.ops import o
 
 _WARNED: set[str] = set()  # lines that were told of
 
@@ -35,8 +34,8 @@ def copied_weights(program: Program) -> Iterator[tuple[Eqn, Var]]:
     """Equations that pick matrices of a parameter, more often than there are any."""
     for block, weights in blocks_with_parameters(program):
         for eqn in block.eqns:
-            first = {o.index: (0,), o.index_select: 0}.get(eqn.op)
-            w = eqn.inputs[0] if first in (eqn.params.get("at"), eqn.params.get("dim")) and first is not None else None
+            rows = eqn.op.looked_up is not None and tuple(eqn.op.looked_up(**eqn.params)) == (0,)
+            w = eqn.inputs[0] if rows else None
             if isinstance(w, Var) and w in weights and w.ndim > 2 and eqn.outputs[0].type.numel > w.type.numel:
                 yield eqn, w
 

@@ -48,6 +48,7 @@ What the fields mean
   commutes  its two operands may change places: "always", or "exactly": not in floating point, where 0.0 and -0.0 tell
             them apart
   moves     its elements are its operand's, in other places
+  looked_up dims of its first operand along which the operands behind it are places, one each: a function of the params
   scalars   operands that may be Python scalars, by position
   padding   what padding of an operand must be where the kernel does not take any value: "ones" (in integers: it
             divides), "zeros"
@@ -169,6 +170,7 @@ class Op:
     kept: tuple[int, ...] = ()
     commutes: str = ""
     moves: bool = False
+    looked_up: Callable[..., Sequence[int]] | None = None
     scalars: tuple[int, ...] = ()
     padding: str = ""
     averages: bool = False

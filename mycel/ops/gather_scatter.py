@@ -55,6 +55,7 @@ def gather_dims(x, index, *, dim):
     vjp=lambda g, y, x, index, *, dim: (o.gather_grad(g, index, shape=tuple(x.shape), dim=dim), None),
     dtype="first",
     linear=((0,),),
+    looked_up=lambda *, dim: (dim,),
     parts={"along0": SplitRule(gather_part, partial="+", uneven=True)},
     examples=["a[2,6,4], i64[2,3,4]<6, dim=1", "f[4,6], i64[2,3]<6, dim=1", "f[4], i64[6]<4, dim=0"],
 )
@@ -278,6 +279,7 @@ def lane(v, dim, ndim):
     vjp=lambda g, y, x, index, *, dim: (o.index_grad(g, index, shape=tuple(x.shape), at=(dim,)), None),
     dtype="first",
     linear=((0,),),
+    looked_up=lambda *, dim: (dim,),
     parts={"n": SplitRule(index_select_part, partial="+", uneven=True)},
     examples=["a[2,6,4], i64[3]<6, dim=1", "f[4], i32[6]<4, dim=0"],
 )
@@ -309,6 +311,7 @@ def select_at_write(x, new, index, *, dim):
     expand=lambda x, index, *, dim: o.index(x, index, at=(dim,)),
     write=select_at_write,
     dtype="first",
+    looked_up=lambda *, dim: (dim,),
     examples=["a[2,6,4], i64[]<6, dim=1", "f[4], i32[]<4, dim=0"],
 )
 def select_at(x, index, *, dim):

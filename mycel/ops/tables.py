@@ -35,6 +35,7 @@ def embedding_part(at, w, ids, *, padding=-1):
     dtype="first",
     flops=lambda d: 0,
     linear=((0,),),
+    looked_up=lambda **_: (0,),
     parts={"v": SplitRule(embedding_part, partial="+", uneven=True)},
     examples=["f[6,4], i64[2,3]<6", "f[6,4], i64[]<6", "f[6,4], i32[4]<2, padding=2", "i64[6,4], i64[4]<6"],
 )

@@ -31,7 +31,7 @@ and code is written by it.  What lies on the host is counted apart, where `ir/ar
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -54,6 +54,7 @@ from mycel.ir import (
     host_alive,
     host_bytes,
     loop,
+    order,
     rounded,
     scan,
     walk,
@@ -74,7 +75,7 @@ COMPUTE, TO_HOST, TO_DEVICE, ON_HOST = "compute", "to host", "to device", "on th
 FREE = Link(math.inf, 0.0)  # where no links are given
 NEVER = -math.inf
 
-LinesKey = tuple[int, bool, tuple[tuple[int, int], ...]]  # id of a block, is it compiled, what is written over operands
+LinesKey = tuple[int, bool, Hashable]  # id of a block, is it compiled, what it and what it holds write over operands
 Row = list[float]  # a time as the largest of (the start of each stream + so much)
 Matrix = list[Row]
 
@@ -211,7 +212,7 @@ class Clock:
     moves: bool = False  # between host and device
     _lines: dict[LinesKey, tuple[Block, list[Line]]] = field(default_factory=dict)  # with the block
     _held: dict[int, tuple[tuple[Var, ...], int]] = field(default_factory=dict)  # by id, with the inputs
-    _over: tuple[Program, Overwritten] | None = None  # of the last program
+    _over: tuple[Program, Overwritten, dict[str, Hashable]] | None = None  # of the last program, and as keys
 
     @cached_property
     def streams(self) -> tuple[str, ...]:
@@ -268,17 +269,21 @@ class Clock:
     # -- a block as lines: what does not depend on the blocks it holds
 
     def lines(self, program: Program, name: str, compiled: bool) -> list[Line]:
-        block, over = program.blocks[name], self.overwritten(program)
-        key = (id(block), compiled, tuple(over[name].items()))
+        block = program.blocks[name]
+        key = (id(block), compiled, None if compiled else self._written_over(program)[1][name])
         if key not in self._lines:
             self._lines[key] = (block, self._made(program, name, compiled))
         return self._lines[key][1]
 
-    def overwritten(self, program: Program) -> Overwritten:
-        """By block, which results are written over an operand."""
+    def _written_over(self, program: Program) -> tuple[Overwritten, dict[str, Hashable]]:
+        """By block, which results are written over an operand; and that of it and of all blocks that it holds."""
         if self._over is None or self._over[0] is not program:
-            self._over = (program, overwritten(program))
-        return self._over[1]
+            over, keys = overwritten(program), dict[str, Hashable]()
+            for name in order(program):
+                held = {keys[ref] for eqn in program.blocks[name].eqns for ref in eqn.refs}
+                keys[name] = (tuple(over[name].items()), frozenset(held))
+            self._over = (program, over, keys)
+        return self._over[1:]
 
     def _made(self, program: Program, name: str, compiled: bool) -> list[Line]:
         block = program.blocks[name]
@@ -324,10 +329,11 @@ class Clock:
         if self.moves and block is program.main:
             _wait_for_host(lines, program)
             _slow_beside_updates(lines, self.hardware)
-        slow, over = self.hardware.widens, self.overwritten(program)
+        slow = self.hardware.widens
         if compiled:  # what a compiler writes over an operand is not known
             _remember(lines, block, owners(program, name), there, moments(block, groups, there), slow)
         else:
+            over, _ = self._written_over(program)
             _remember(lines, block, owners(program, name, over), None, range(len(lines)), slow)
         return lines
 

@@ -4,7 +4,8 @@
     table[ids]                                 ids:  b …     table: it is looked up in: no rows
 
 Dims are of one kind where an operator gives them the same letter, through calls, branches and loops; a dim that is
-joined of several is of the kind of the slowest.  The kind of the batch is that of the first argument's leading dim.
+joined of several is of the kind of the slowest.  The kind of the batch is that of the leading dim of the first
+argument that is not shown to be without rows and alone in its kind.
 Another argument has no rows where its leading dim is of another kind, and that is the kind of a parameter's dim, of one
 of an argument that is looked up in (but by each row at its own place), or of another dim of what has rows.  Where
 nothing is shown, it has rows: features that meet those of the batch in a product alone (as texts meet images) are such.
@@ -18,8 +19,6 @@ from mycel.ir import Block, Eqn, Program, Var, call, cond, custom, loop, scan
 from mycel.ops import o
 
 Kinds = tuple[int, ...]  # of a value's dims
-
-LOOKED_UP = (o.index, o.index_select, o.gather, o.select_at)
 
 
 def without_rows(program: Program, arguments: Sequence[str]) -> set[str]:
@@ -100,8 +99,8 @@ class _Dims:
         self.letters(eqn, given, outs)
         if eqn.op is o.iota:
             self._positions += outs
-        if eqn.op in LOOKED_UP and _is_among(given[0], self.inputs):
-            at = zip(p.get("at", (p.get("dim"),)), given[1:], strict=False)
+        if eqn.op.looked_up is not None and _is_among(given[0], self.inputs):
+            at = zip(eqn.op.looked_up(**p), given[1:], strict=True)
             self._looked_up += [given[0][d] for d, place in at if not _is_among(place, self._positions)]
         return outs
 

@@ -14,8 +14,8 @@ A value is
     same      no row has a share in it: weights, and what is made of them
     rows      its rows are those of the whole batch's value: for its equation the letter of the batch is free (of a
               draw any numbers are as good)
-    once      no parameter and no draw has a share in it, and rows move or are summed up: x[permutation], x - mean(x);
-              it is computed first, of the whole batch, and is rows from there on, or the same
+    once      no parameter has a share in it, nor what a part draws, and rows move or are summed up: x[permutation],
+              x - mean(x); it is computed first, of the whole batch, and is rows from there on, or the same
     whole     anything else; from there on the whole batch is computed at once
 
 Nothing is gained where most of the parameters are used by what is whole (a batch norm early in a network): None.

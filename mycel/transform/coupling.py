@@ -6,9 +6,11 @@ over the batch.  Of values that depend on the batch,
     one with two such dims                       s[b,b] = x[b,d] y[b,d]ᵀ         every row meets every other
     one over the batch from one that sums it up  x[b,d] - mean[d]                every row meets all of them
     a dim of the batch that must stay whole      batch_norm, softmax over rows   by way of the operator's expansion
-                                                 x[permutation], sort, flip      an operator that has none moves rows
+                                                 x[permutation], sort, flip,     an operator that has none moves rows
+                                                 x.chunk(2), x[1:] - x[:-1]
 
-A row looked up at its own place, x[arange(b), y], stays where it is.  A loss of such values over a part is not the
+A row looked up at its own place, x[arange(b), y], stays where it is, and so do those of x and y in [x, y]; of opaque
+operators nothing is known, and they are believed to keep rows apart.  A loss of such values over a part is not the
 part's share in the loss over the batch.
 """
 
@@ -17,12 +19,13 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from mycel.ir import CONTROL, Atom, Block, Builder, Eqn, Program, Var, call, is_float
 from mycel.ops import o
 
-# rows stay in their order; and of what is opaque nothing is known
-IN_ORDER = (o.opaque, o.slice, o.cat, o.split, o.select, o.stack, o.pad, o.repeat)
-ARITHMETIC = (o.add, o.mul, o.cast, o.reshape, o.expand, o.permute)  # of places
+IN_ORDER = (o.cat, o.stack, o.repeat, o.opaque)
+SAME_NUMBERS = (o.cast, o.reshape, o.expand, o.permute)
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,24 @@ def coupled(part: Program, whole: Program, trained: Collection[str], split: Coll
     return list(lines)
 
 
+def _whole_dims(eqn: Eqn, large: Eqn) -> list[list[bool]]:
+    """For each operand and dim: does it run over the batch, and must be whole?"""
+    if eqn.op.dims is None:
+        return [[] for _ in eqn.inputs]
+    fits = [e.op.fit(e.input_types, dict(e.params)) for e in (eqn, large)]
+    whole = {k for k, n in fits[0].sizes.items() if fits[0].flags.get(k) == "^" and fits[1].sizes.get(k) != n}
+    return [[any(k in whole for k in dim) for dim in item or ()] for item in fits[0].ins]
+
+
+def _goes_on(part: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Are the whole batch's places those of the part, and again in each part behind it, one further on each time?"""
+    if part.ndim != 1 or is_float(part.dtype) or not part.numel() or whole.numel() % part.numel():
+        return False
+    steps = whole.reshape(-1, part.numel()) - part
+    first = steps[:, 0]
+    return bool((steps == first[:, None]).all() and (first.diff() > 0).all() and first[0] == 0)
+
+
 def _rows(v: Var, w: Var) -> int:
     return sum(a != b for a, b in zip(v.shape, w.shape, strict=False))
 
@@ -77,7 +98,7 @@ class _Walk:
             else:
                 batch, trained = any(g.batch for g in given), any(g.trained for g in given)
                 pairs = zip(eqn.outputs, large.outputs, strict=True)
-                place = self.counts(eqn) or (eqn.op in ARITHMETIC and any(g.place for g in given))
+                place = self.counts(eqn, large, given)
                 outs = [_Known(batch, trained, rows := _rows(v, w), place and rows > 0) for v, w in pairs]
                 self.judge(eqn, large, given, outs)
             known.update(zip(eqn.outputs, outs, strict=True))
@@ -102,30 +123,35 @@ class _Walk:
         elif eqn.op.expand is not None and self.stays_whole(eqn, large):
             self.expanded(eqn, large, given)
 
-    def stays_whole(self, eqn: Eqn, large: Eqn, given: Sequence[_Known] = ()) -> bool:
-        """Must a dim of the batch be whole for this operator; of one of the operands that are `given`, and depend on
-        the batch?"""
-        if eqn.op.dims is None:
-            return False
-        fits = [e.op.fit(e.input_types, dict(e.params)) for e in (eqn, large)]
-        whole = {k for k, n in fits[0].sizes.items() if fits[0].flags.get(k) == "^" and fits[1].sizes.get(k) != n}
-        if not given:
-            return bool(whole)
-        items = zip(fits[0].ins, given, strict=True)
-        return any(g.batch and k in whole for item, g in items for dim in item or () for k in dim)
+    def stays_whole(self, eqn: Eqn, large: Eqn) -> bool:
+        """Must a dim of the batch be whole for this operator?"""
+        return any(k for dims in _whole_dims(eqn, large) for k in dims)
 
-    def counts(self, eqn: Eqn) -> bool:
-        """Is it 0, 1, 2 …, or places in their order, as those of a mask?"""
+    def counts(self, eqn: Eqn, large: Eqn, given: Sequence[_Known]) -> bool:
+        """Are these the own places of rows, or such of their elements: 0, 1, 2 …; the places of a mask's ones, which go
+        on in the next part where they end in this; 5 * place + i?"""
         if eqn.op is o.iota:
             return (eqn.params.get("start", 0), eqn.params.get("step", 1)) == (0, 1)
-        places = self.part.consts[eqn.params["name"]] if eqn.op is o.const else None
-        return (
-            places is not None and places.ndim == 1 and not is_float(places.dtype) and bool((places.diff() >= 0).all())
-        )
+        if eqn.op is o.const:
+            consts = (p.consts[e.params["name"]] for p, e in ((self.part, eqn), (self.whole, large)))
+            return _goes_on(*consts)
+        if not any(g.place for g in given):
+            return False
+        others = [(x, g) for x, g in zip(eqn.inputs, given, strict=True) if not g.place]
+        if eqn.op is o.mul:
+            return all(isinstance(x, int) and x > 0 for x, _ in others)
+        return eqn.op in SAME_NUMBERS or (eqn.op is o.add and all(g.batch or not g.rows for _, g in others))
 
     def moves_rows(self, eqn: Eqn, large: Eqn, given: Sequence[_Known]) -> bool:
         """Does a row of the result come from another place?"""
-        return eqn.op not in IN_ORDER and not any(g.place for g in given[1:]) and self.stays_whole(eqn, large, given)
+        if eqn.op in IN_ORDER:
+            return False
+        whole = _whole_dims(eqn, large)
+        if eqn.op.looked_up is not None:
+            at = zip(eqn.op.looked_up(**eqn.params), given[1:], strict=True)
+            return given[0].batch and any(whole[0][d] and not g.place for d, g in at)
+        is_moved = any(g.batch and any(dims) for g, dims in zip(given, whole, strict=True))
+        return is_moved and not any(g.place for g in given[1:])
 
     def expanded(self, eqn: Eqn, large: Eqn, given: Sequence[_Known]) -> None:
         """The same for what the operator means in smaller ones."""
