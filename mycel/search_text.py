@@ -37,14 +37,20 @@ def table(answer: Answer, top: int = 5) -> str:
         lines += [f"bound      {span(answer.bound)}: everything computed once, no message waited for"]
         above = f"{100 * gap:.1f} % above" if gap < 1 else f"{1 + gap:,.1f} times"
         lines += [f"           the first plan is at most {above} the fastest there could be"]
-        if answer.bars is not None:
-            low, middle, high = answer.bars.expected(best.seconds)
-            lines += [f"expected   {span(middle)}, {span(low)} to {span(high)}: steps took {answer.bars}"]
+        lines += _expected(answer, best)
     lines += [f"remark     {text}" for text in answer.remarks]
     left = "" if answer.complete else "; stopped early, there may be better ones"
     count = f"{len(answer.candidates)} plans" if len(answer.candidates) != 1 else "one plan"
     lines += [f"planning   {span(answer.seconds)}, {count} priced{left}"]
     return "\n".join(lines)
+
+
+def _expected(answer: Answer, candidate: Candidate) -> list[str]:
+    """What earlier runs on such devices make of a prediction."""
+    if answer.bars is None:
+        return []
+    low, middle, high = answer.bars.expected(candidate.seconds)
+    return [f"expected   {span(middle)}, {span(low)} to {span(high)}: steps took {answer.bars}"]
 
 
 def row(answer: Answer, c: Candidate) -> list[str]:
@@ -121,6 +127,7 @@ def explained(search: Search, answer: Answer, pattern: str) -> str:
         near = get_close_matches(pattern, [re.sub(r"\d+", "*", name) for name in detail.parameters], 3, 0.3)
         names_near = ", ".join(near) or "a parameter"
         raise PlanError(f"nothing is called {pattern!r}\n  try       {names_near}, an operator, or *file.py:12*")
+    lines[1:1] = _expected(answer, best)
     return "\n".join([*lines, ""])
 
 

@@ -38,6 +38,15 @@ def test_bars_are_those_of_the_same_device_alone_or_among_several():
     )
 
 
+def test_a_device_is_one_by_its_driver_and_by_its_preset():
+    for ratio in (1.0, 1.1, 1.2):
+        write_down(run(ratio, "NVIDIA H100 80GB HBM3"))
+        write_down(run(3.0, "NVIDIA A100-SXM4-40GB"))
+    assert error_bars("H100", 1) == error_bars("NVIDIA H100 80GB HBM3", 1) != error_bars("A100-40", 1)
+    assert error_bars("H100", 1).middle == pytest.approx(1.1) and error_bars("A100-40", 1).middle == pytest.approx(3.0)
+    assert error_bars("A100-80", 1) is error_bars("H200", 1) is None
+
+
 def test_what_cannot_be_read_is_left_out():
     write_down(run(1.5))
     path = ledger_path()

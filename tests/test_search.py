@@ -309,6 +309,17 @@ class Pairs(nn.Module):
         return ((x - y) ** 2).mean()
 
 
+def test_what_is_explained_says_how_far_predictions_were_off(tmp_path, monkeypatch):
+    monkeypatch.setenv("MYCEL_LEDGER", str(tmp_path / "ledger.jsonl"))
+    for ratio in (1.0, 1.2, 1.4):
+        plan.write_down(plan.Measured("NVIDIA H100 80GB HBM3", 8, 0.1, 0.1 * ratio, 1, 1))
+    said = []
+    for cluster in ("h100x2", "a100x2"):
+        plan_search = of(Blocks(), cluster=cluster)
+        said.append(search_text.explained(plan_search, plan_search.run(), "table.weight"))
+    assert "1.20 times what was predicted" in said[0] and "expected" not in said[1]
+
+
 @pytest.mark.parametrize("ranks, ratio, most", [(16, 1, 0.6), (16, 4, 0.75), (8, 4, 1.0)])
 def test_parameters_are_split_in_two_dims_where_that_sends_less(ranks, ratio, most):
     """Bytes of 1-D and 2-D tensor parallelism: 2 (P-1) b h / P and 2 b (e (x-1) + h (y-1)) / P."""

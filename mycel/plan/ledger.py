@@ -4,7 +4,8 @@
      "steps": 200}
 
 One line for each run, in a file of the user's, the newest last.  Runs on one device and on several are told apart:
-links are predicted less well than kernels.
+links are predicted less well than kernels.  A run names its device as the driver does, "NVIDIA H100 80GB HBM3", a
+cluster as its preset, "H100": both are one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from mycel.plan.hardware import known_name
 from mycel.sizes import span
 
 LAST = 50  # runs that count
@@ -114,7 +116,9 @@ def written_down() -> list[Measured]:
 
 def error_bars(device: str, ranks: int) -> ErrorBars | None:
     """Of a device, alone or among several; None where too little was seen."""
-    alike = [run.ratio for run in written_down() if run.device == device and (run.ranks > 1) == (ranks > 1)][-LAST:]
+    name = known_name(device) or device
+    runs = [run for run in written_down() if (known_name(run.device) or run.device) == name]
+    alike = [run.ratio for run in runs if (run.ranks > 1) == (ranks > 1)][-LAST:]
     if len(alike) < ENOUGH:
         return None
     low, middle, high = np.percentile(alike, INSIDE)
