@@ -251,7 +251,12 @@ def _plan(
     return 0
 
 
-Where = Annotated[str, typer.Argument(metavar="RUN|FOLDER", help="A run of mycel train, or a model in its folder.")]
+Where = Annotated[
+    str,
+    typer.Argument(
+        metavar="RUN|FOLDER", help="A run of mycel train, RUN/checkpoints/step-N, or a model in its folder."
+    ),
+]
 Last = Annotated[
     bool, typer.Option("--last/--best", help="Of a run the last checkpoint; else the best by validation, if it ran.")
 ]
@@ -338,13 +343,11 @@ def generate(
 
 @app.command()
 def export(
-    run: Annotated[str, typer.Argument(metavar="RUN", help="A run of mycel train.")],
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run of mycel train, or RUN/checkpoints/step-N.")],
     to: Annotated[str, typer.Option("--to", metavar="hf|safetensors|onnx|program", help="In which form.")] = "hf",
     out: Annotated[
         str | None,
-        typer.Option(
-            "--out", metavar="FOLDER", help="Where to; RUN/exported, or RUN/exported-FORM, if it is not said."
-        ),
+        typer.Option("--out", metavar="FOLDER", help="Where to; RUN/exported[-step-N][-FORM] if it is not said."),
     ] = None,
     last: Last = False,
 ) -> None:
@@ -358,6 +361,7 @@ def export(
     Examples:
       mycel export runs/my-20260102-130405
       mycel export runs/my-20260102-130405 --last --to safetensors --out weights
+      mycel export runs/my-20260102-130405/checkpoints/step-00000400
     """
     with _failing():
         from mycel.train import commands

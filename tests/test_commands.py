@@ -451,17 +451,40 @@ def test_a_run_that_is_not_there_names_those_that_are(run, tmp_path, monkeypatch
 
 
 def test_what_lies_inside_a_run_names_the_run(run, tmp_path):
-    inside = latest(run / "checkpoints")
-    for where in (inside, run / "checkpoints"):
-        for command in (
-            ("evaluate", where, "--data", "x.txt"),
-            ("generate", where, "--prompt", "a"),
-            ("export", where),
-        ):
-            assert f"try       {run}\n" in mycel(*command).stderr + "\n", command
+    inside = run / "checkpoints"
+    for command in (("evaluate", inside, "--data", "x.txt"), ("generate", inside, "--prompt", "a"), ("export", inside)):
+        assert f"try       {run}\n" in mycel(*command).stderr + "\n", command
+    for where in (latest(inside), inside):
         assert f"try       {run}\n" in mycel("train", "--resume", where).stderr
     refused = mycel("train", f"model.path={run}", "--run", tmp_path / "run", "--dry-run")
     assert f"try       {run / 'model'}, or leave" in refused.stderr, refused.output
+
+
+def test_any_checkpoint_is_evaluated_writes_and_is_exported(run, folder, tmp_path):
+    """Of three, the one in the middle too, which is neither the best nor the last; `step-8` is `step-00000008`."""
+    (tmp_path / "held.txt").write_text(TEXT[:700])
+    there = [run / "checkpoints" / f"step-{step:08d}" for step in (4, 8, 12)]
+    assert there[1] not in (best(run / "checkpoints"), latest(run / "checkpoints"))
+    losses = []
+    for checkpoint in (*there, run / "checkpoints" / "step-8"):
+        exported = mycel("export", checkpoint)
+        made = run / f"exported-{checkpoint.name}"
+        assert exported.exit_code == 0 and exported.stdout == f"exported: {made}\n", exported.output
+        assert f"{run}: step-0" in exported.stderr and "best" not in exported.stderr
+        held = hf.AutoModelForCausalLM.from_pretrained(made).state_dict()
+        saved = of(checkpoint if checkpoint in there else there[1])
+        assert all(torch.equal(held[name], x) for name, x in saved.items() if name in held)
+        evaluate = ("evaluate", "--data", tmp_path / "held.txt", "--json", "--length", 16)
+        scores = [mycel(*evaluate, each) for each in (checkpoint, made)]
+        assert json.loads(scores[0].stdout) == pytest.approx(json.loads(scores[1].stdout), rel=1e-6)
+        losses.append(json.loads(scores[0].stdout)["loss"])
+        asked = ("--prompt", "def ", "--tokens", 8, "--temperature", 0)
+        assert mycel("generate", checkpoint, *asked).stdout == mycel("generate", made, *asked).stdout
+    assert losses[0] < losses[1] < losses[2] and losses[3] == losses[1]
+    refused = mycel("export", run / "checkpoints" / "step-99")
+    assert "no checkpoint step-99\n  known     step-00000004, step-00000008, step-00000012\n" in refused.stderr
+    refused = mycel("export", there[1], "--last")
+    assert f"step-00000008 is one checkpoint\n  try       {run} --last" in refused.stderr
 
 
 def test_checkpoints_that_are_damaged_or_gone_are_not_called_none(run, tmp_path):

@@ -26,7 +26,7 @@ from mycel.train.export import export
 from mycel.train.labelled import examples, refuse_images
 from mycel.train.models import too_long
 from mycel.train.onnx_file import write_onnx
-from mycel.train.run_folders import is_run, no_run
+from mycel.train.run_folders import is_run, no_run, run_of_checkpoint
 from mycel.train.tasks import class_names, image_settings
 from mycel.train.trained import TrainedModel, model_at_start, trained
 
@@ -209,8 +209,9 @@ def _refuse_out(out: Path, file: Path | None) -> None:
 
 
 def export_run(run: Path, say: Say, *, last: bool, to: str, out: Path | None) -> Path:
-    """A checkpoint of a run as a model of its own."""
-    if not is_run(run):
+    """A checkpoint of a run, which it is or RUN/checkpoints/step-N, as a model of its own."""
+    whole = run if is_run(run) else run_of_checkpoint(run)
+    if whole is None:
         raise TrainError(no_run(run))
     if to not in TARGETS:
         near = get_close_matches(to, TARGETS, 1, cutoff=0.5) or ["hf"]
@@ -218,7 +219,8 @@ def export_run(run: Path, say: Say, *, last: bool, to: str, out: Path | None) ->
     given = trained(run, last)
     say(given.source)
     assert given.config is not None
-    folder = out or run / ("exported" if to == "hf" else f"exported-{to}")
+    of_one = "" if whole == run else f"-{run.name}"
+    folder = out or whole / f"exported{of_one}{'' if to == 'hf' else f'-{to}'}"
     adapters = given.config.model.lora
     if to == "hf":
         base = given.config.model.path

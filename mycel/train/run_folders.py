@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -16,6 +17,12 @@ def is_run(where: Path) -> bool:
 def run_around(where: Path) -> Path | None:
     """The run that a folder of checkpoints, or one of these, belongs to."""
     return next((parent for parent in where.parents[:2] if is_run(parent)), None)
+
+
+def run_of_checkpoint(where: Path) -> Path | None:
+    """The run of which RUN/checkpoints/step-N is to be a checkpoint; whether it has that one is not asked."""
+    named = re.fullmatch(r"step-[0-9]+", where.name) and where.parent.name == "checkpoints"
+    return run_around(where) if named else None
 
 
 def near_runs(where: Path) -> str:

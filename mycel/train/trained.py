@@ -2,6 +2,7 @@
 
 RUN       config.yaml ──▶ model, adapters, tokenizer    checkpoints/step-N ──▶ its weights: the best by validation
                                                         where that was measured, else the last
+RUN/checkpoints/step-N                                  the same with just these weights
 FOLDER    config.json, safetensors ──▶ model            tokenizer.json ──▶ tokenizer
 """
 
@@ -18,6 +19,7 @@ from torch import nn
 from mycel.errors import TrainError
 from mycel.run.checkpoint import best, latest, load_latest
 from mycel.run.checkpoint import load as load_checkpoint
+from mycel.run.kept import steps
 from mycel.run.shards import read_manifest
 from mycel.step.step_state import model_tensors
 from mycel.train import config as settings
@@ -25,7 +27,7 @@ from mycel.train import models
 from mycel.train.assemble import adapt, tokenizer_of, tokenizer_source
 from mycel.train.models import LoadedModel
 from mycel.train.progress import number
-from mycel.train.run_folders import is_run, near_runs, run_around
+from mycel.train.run_folders import is_run, near_runs, run_around, run_of_checkpoint
 from mycel.train.state import check_shapes
 from mycel.train.tasks import head_of, name_classes
 from mycel.train.tokenize import VOCABULARIES, Tokenizer, load_tokenizer
@@ -56,9 +58,14 @@ class TrainedModel:
 
 
 def trained(where: Path, last: bool = False, device: str | torch.device = "cpu") -> TrainedModel:
-    """The model of a run or a folder, on a device; of a run the best checkpoint, or the `last`.  TrainError if its
-    weights are broken."""
-    model = _of_run(where, last, torch.device(device)) if is_run(where) else _of_folder(where, device)
+    """The model of a run, of one of its checkpoints, or of a folder, on a device; of a run the best checkpoint, or the
+    `last`.  TrainError if its weights are broken."""
+    if is_run(where):
+        model = _of_run(where, *checkpoint_of(where, last), torch.device(device))
+    elif run := run_of_checkpoint(where):
+        model = _of_run(run, *named_checkpoint(run, where.name, last), torch.device(device))
+    else:
+        model = _of_folder(where, device)
     if what := models.not_finite(model.module):
         raise TrainError(f"{what}\n  at        {model.source}\n  try       weights from before they broke")
     return model
@@ -93,9 +100,20 @@ def checkpoint_of(run: Path, last: bool) -> tuple[Path, str]:
     return lowest, f"{lowest.name}, the best by validation (loss {number(metric)}){others}"
 
 
-def _of_run(run: Path, last: bool, device: torch.device) -> TrainedModel:
+def named_checkpoint(run: Path, name: str, last: bool) -> tuple[Path, str]:
+    """The checkpoint `step-N` of a run, and its name; `last` contradicts it."""
+    there = steps(run / "checkpoints")
+    path = there.get(int(name.removeprefix("step-")))
+    if path is None:
+        known = ", ".join(each.name for each in there.values()) or "none"
+        raise TrainError(f"the run has no checkpoint {name}\n  known     {known}\n  try       {run}")
+    if last:
+        raise TrainError(f"--last is for a run, {path.name} is one checkpoint\n  try       {run} --last")
+    return path, path.name
+
+
+def _of_run(run: Path, path: Path, words: str, device: torch.device) -> TrainedModel:
     config = settings.load(run / "config.yaml")
-    path, words = checkpoint_of(run, last)
     model = model_at_start(config, device)
     loaded = load_checkpoint(path, device, only=lambda name: name.startswith("model."))
     if classes := loaded.meta.get("classes"):
