@@ -376,6 +376,15 @@ def test_a_chat_is_written_by_its_template(folder, tmp_path):
     )
 
 
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_temperature_divides_the_logits(temperature):
+    logits, generator, draws = torch.tensor([2.0, 1.0, 0.0, -1.0]), torch.Generator().manual_seed(0), 4000
+    drawn = torch.bincount(torch.tensor([draw(logits, temperature, generator) for _ in range(draws)]), minlength=4)
+    chances = torch.softmax(logits / temperature, -1)
+    error = (chances * (1 - chances) / draws).sqrt()
+    assert ((drawn / draws - chances).abs() < 4 * error).all(), (drawn, chances)
+
+
 def test_top_p_keeps_the_likeliest():
     logits, generator = torch.tensor([0.5, 0.3, 0.15, 0.05]).log(), torch.Generator().manual_seed(0)
     drawn = lambda p: {draw(logits, 1.0, generator, p) for _ in range(200)}
