@@ -18,8 +18,6 @@ from mycel.ops.collective import COMMUNICATORS
 from mycel.plan import Plan
 from mycel.run.rendezvous import seat
 
-A_STEP = "a step"
-
 
 @dataclass
 class HeldModel:
@@ -87,7 +85,7 @@ class HeldModel:
         """From now on this rank speaks to these: all ranks of the plan."""
         self.ranks = everyone
 
-    def connected(self, code: Callable[..., Any], what: str = A_STEP) -> Callable[..., Any]:
+    def connected(self, code: Callable[..., Any], what: str = "a step") -> Callable[..., Any]:
         """The code with its ranks to speak to; `what` it is, as others are told."""
 
         def run(*inputs: Any) -> Any:

@@ -12,7 +12,8 @@ from mycel.candidates import Answer, Candidate
 from mycel.html_page import html_page
 from mycel.ir import DEVICE, Eqn, Mesh, Program, Type, host_held, lifetimes, read_layout
 from mycel.plan import Times, travels
-from mycel.plan.clock import COMPUTE, ON_HOST, Event, size
+from mycel.plan.clock import COMPUTE, ON_HOST, Event
+from mycel.plan.step_memory import size
 from mycel.schedule_page import schedule_section
 from mycel.search import Detail
 from mycel.search_text import ROW_HEAD, row

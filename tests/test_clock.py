@@ -20,11 +20,12 @@ from mycel.ir import DEVICE, GRAIN, OPS, Mesh, Program, Type, Var, check
 from mycel.ops import o
 from mycel.ops.overwriting import overwritten
 from mycel.plan import CPU, Clock, Costs, Plan, clock
-from mycel.plan.clock import COMPUTE, size
+from mycel.plan.clock import COMPUTE
 from mycel.plan.cost import TURNS
 from mycel.plan.hardware import KNOWN, Hardware, hardware_of, probed, rate
 from mycel.plan.kernels import moments
 from mycel.plan.links import Link, Links, fitted, message
+from mycel.plan.step_memory import size
 from mycel.sizes import span
 
 MESH = Mesh(dp=2, tp=2)

@@ -123,15 +123,12 @@ class Tracer(Record):
                 vars_ = [self.value(a) for a in args]
                 out = rule(*vars_, **{k: self.value(v) for k, v in kwargs.items()})
             except (ValueError, TypeError, IndexError, KeyError, IRError) as e:
-                name = getattr(rule, "__name__", str(rule)).strip("_") or "this operator"
-                raise refuse(f"{name}: {e}", "look at the shapes and dtypes of the operands") from e
+                raise refuse(f"{_name(rule)}: {e}", "look at the shapes and dtypes of the operands") from e
             except AttributeError as e:
                 if e.name is None or e.obj is not None:
                     raise
-                name = getattr(rule, "__name__", str(rule)).strip("_") or "this operator"
-                raise refuse(
-                    f"{name}: a tensor is asked for, None was given", "an argument that the call left out"
-                ) from e
+                what = f"{_name(rule)}: a tensor is asked for, None was given"
+                raise refuse(what, "an argument that the call left out") from e
         return out
 
     def function(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -614,3 +611,7 @@ def _wrapped_by_functorch(args: Sequence[Any]) -> bool:
     return torch._C._functorch.maybe_current_level() is not None and any(
         torch._C._functorch.is_functorch_wrapped_tensor(x) for x in args if isinstance(x, torch.Tensor)
     )
+
+
+def _name(rule: Callable[..., Any]) -> str:
+    return getattr(rule, "__name__", str(rule)).strip("_") or "this operator"

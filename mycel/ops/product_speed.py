@@ -2,7 +2,8 @@
 
 torch has products of 16 bits on every CPU, but where the processor has no instructions for them they take up to 100
 times as long as those of 32.  What was measured lies beside the kernels in C (`native_library.py`), under a name of
-the processor and of torch: all ranks and all later runs do the same, to the bit.
+the processor and of torch: all ranks and all later runs do the same, to the bit.  `is_slow_product` says of which
+equations, to who writes them in 32 bits (`transform/wide_products.py`) and to the clock.
 """
 
 from __future__ import annotations

@@ -175,7 +175,7 @@ class RunAgain(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, name: str, types: Any, wrt: Any, outs: Any, *inputs: Any) -> Any:
-        ctx.params, ctx.known = (name, types, wrt), find(name)  # which stays as long as this does
+        ctx.params, ctx.python_call = (name, types, wrt), find(name)  # which stays as long as this does
         ctx.save_for_backward(*inputs)
         ctx.mark_non_differentiable(*(y for y in outs if not is_float(y.dtype)))
         return tuple(outs)

@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 
 from mycel.errors import PlanError, TrainError
 from mycel.ir import CONTROL, DEVICE, Block, Eqn, Program, Var, call, chains
-from mycel.plan.clock import owners, size
 from mycel.plan.hardware import Hardware
+from mycel.plan.step_memory import owners, size
 from mycel.sizes import parse_bytes
 
 KINDS = ("activations", "gradients", "parameters", "optimizer")
