@@ -53,7 +53,7 @@ from mycel.planning import LaidOut, Task, placed_step, replicas_share
 from mycel.run import without_collector
 from mycel.search_given import Given
 from mycel.search_order import GAIN, SearchOrder
-from mycel.search_remarks import explained, nothing_fits
+from mycel.search_remarks import explained, nothing_fits, too_short
 from mycel.search_space import AXES, SearchSpace, Shape
 from mycel.shallow import Make, Shallow, layer_lists
 from mycel.sizes import parse_bytes, shown, span
@@ -668,7 +668,7 @@ class Search:
             complete = False
         ranked = sorted(self.candidates.values(), key=lambda c: (not c.fits, c.seconds, str(c.shape)))
         if not any(c.fits for c in ranked):
-            raise nothing_fits(self, ranked)
+            raise nothing_fits(self, ranked) if complete else too_short(self, ranked, time.perf_counter() - started)
         ranked = [explained(c, ranked[0]) for c in ranked]
         ranked = [replace(c, peak_parts=self._peak_parts(c)) if c.fits else c for c in ranked]
         tokens = self.rows * self.length if self.is_text else self.rows

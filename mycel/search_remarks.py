@@ -3,6 +3,7 @@ where nothing fits."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -18,6 +19,7 @@ from mycel.sizes import shown, span
 WAITING = 0.2  # the share of a step above which it is said that ranks wait for each other
 LEFT_TO_THE_SEARCH = ("recompute", "offload", "microbatches", "zero", "stages", "parameters", "activations", "mesh")
 MORE_MEMORY = (1.005, 1.05, 1.1, 1.25, 1.5, 2, 3, 4, 6, 8)  # times what a plan needs at the least
+LOOKED_AT = 3  # plans that are named where the time was too short
 MORE_DEVICES = (2, 4, 8, 16, 32, 64)  # times
 
 
@@ -97,6 +99,19 @@ def explained(candidate: Candidate, best: Candidate) -> Candidate:
     }
     what, seconds = max(more.items(), key=lambda each: each[1])
     return replace(candidate, why=f"+{span(seconds)} {what}") if seconds > 0 else candidate
+
+
+def too_short(search: Searching, ranked: Sequence[Candidate], seconds: float) -> PlanError:
+    """The time was over before a plan was found that fits: of the others nothing is known."""
+    looked = "one plan" if len(ranked) == 1 else f"{len(ranked)} plans"
+    lines = [f"{c.shape}: {c.why}" for c in sorted(ranked, key=lambda c: (c.short, str(c.shape)))[:LOOKED_AT]]
+    more = [f"and {len(ranked) - LOOKED_AT} more"] if len(ranked) > LOOKED_AT else []
+    return PlanError(
+        f"the time was too short to find a plan that fits {shown(search.memory or 0)} a device; there may be one\n"
+        f"  after     {span(seconds)}, {looked} of those there are\n"
+        "  looked at " + "\n            ".join([*lines, *more]) + "\n"
+        f"  try       --seconds {math.ceil(4 * seconds)}, or none: all of them"
+    )
 
 
 def nothing_fits(search: Searching, ranked: Sequence[Candidate]) -> PlanError:

@@ -1,0 +1,23 @@
+"""What a search says where its time was too short."""
+
+from __future__ import annotations
+
+import pytest
+from models import llama
+from test_search import TWO, of
+
+from mycel.candidates import Candidate
+from mycel.errors import PlanError
+from mycel.search import Search
+
+
+def test_a_time_too_short_to_find_what_fits_is_not_called_that_nothing_does(monkeypatch):
+    real = Search._price
+    full = lambda self, shape: Candidate(shape, why="out of memory by 1.0 GiB", short=1 << 30)
+    monkeypatch.setattr(Search, "_price", lambda self, x: real(self, x) if self.candidates else full(self, x))
+    with pytest.raises(PlanError) as refused:
+        of(llama(), cluster=TWO).run(seconds=0.0)
+    said = str(refused.value)
+    assert "the time was too short to find a plan that fits 1.00 GiB a device" in said and "no plan fits" not in said
+    assert "one plan of those there are" in said and "out of memory by 1.0 GiB" in said and "--seconds" in said
+    assert of(llama(), cluster=TWO).run().best.fits
