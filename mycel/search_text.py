@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from difflib import get_close_matches
 from fnmatch import fnmatchcase as fnmatch
 from typing import Any
 
+from torch import nn
+
 from mycel.candidates import Answer, Candidate
 from mycel.errors import PlanError
+from mycel.ir import Block, Program, Var
 from mycel.plan import Plan
 from mycel.search import Detail, Search
 from mycel.sizes import shown, span
@@ -105,15 +110,21 @@ def _data(answer: Answer, c: Candidate) -> dict[str, Any]:
 
 
 def explained(search: Search, answer: Answer, pattern: str) -> str:
-    """Of the best plan: what parameters of such a name, or equations of such a name, operator or line, come to."""
+    """Of the best plan: what parameters of such a name, or equations of such a name, operator or line, come to; of a
+    module its parameters, and the equations of its lines."""
     best = answer.best
     assert best is not None
     detail = search.detail(best)
     lines = [f"{pattern}   in {best.shape}, a step of {span(best.seconds)}"]
-    names = [name for name in detail.parameters if fnmatch(name, pattern)]
+    modules = {name: module for name, module in search.model.named_modules() if name and fnmatch(name, pattern)}
+    inside = tuple(f"{name}." for name in modules)
+    names = [name for name in detail.parameters if fnmatch(name, pattern) or name.startswith(inside)]
+    uses = first_uses(search.program)
     for group in list(dict.fromkeys(re.sub(r"\d+", "*", name) for name in names))[:GROUPS]:
         shape, entry = next(x for name, x in detail.parameters.items() if re.sub(r"\d+", "*", name) == group)
         lines += ["", f"parameter  {group}   {list(shape)}, held as {_entry(entry)}"]
+        line = next((uses[name] for name in names if re.sub(r"\d+", "*", name) == group and name in uses), "")
+        lines += [f"  first used at {line}"] if line else []
         fixed = search.given_layout(group)
         chosen = best.plan.parameters.get(group, ["-"] * len(shape)) if best.plan is not None else []
         for other, candidate in search.choices(best, group, len(shape)):
@@ -122,7 +133,8 @@ def explained(search: Search, answer: Answer, pattern: str) -> str:
             more = f", {'-' if slower < 0 else '+'}{span(abs(slower))}" if candidate.fits else ""
             how = "   given" if fixed else "   chosen" if list(other) == list(chosen) else ""
             lines.append(f"  {_entry(other):14} {what}{more}{how}")
-    lines += _equations(detail, pattern)
+    own = {uses[name] for name in names if name.startswith(inside) and name in uses}
+    lines += _equations(detail, pattern, own, [code for each in modules.values() for code in _code(each)])
     if len(lines) == 1:
         near = get_close_matches(pattern, [re.sub(r"\d+", "*", name) for name in detail.parameters], 3, 0.3)
         names_near = ", ".join(near) or "a parameter"
@@ -131,13 +143,46 @@ def explained(search: Search, answer: Answer, pattern: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def _equations(detail: Detail, pattern: str) -> list[str]:
-    """Equations of such a name, operator or line: what all of them take in a step, by line."""
+def first_uses(program: Program) -> dict[str, str]:
+    """The line of the user's code where each parameter is used first, by name."""
+
+    def line_of(block: Block, var: Var) -> str:
+        for eqn in block.eqns:
+            for i, x in enumerate(eqn.inputs):
+                if x is var:
+                    called = program.blocks[next(eqn.refs)] if eqn.op.name == "call" else None
+                    line = line_of(called, called.inputs[i]) if called is not None else ""
+                    if line or eqn.source:
+                        return line or eqn.source
+        return ""
+
+    roles = [(program.role(v), v) for v in program.inputs]
+    found = {role.name: line_of(program.main, v) for role, v in roles if role.kind == "parameter"}
+    return {name: line for name, line in found.items() if line}
+
+
+def _code(module: nn.Module) -> Iterator[tuple[str, range]]:
+    """The file and lines of the code of a module and of those in it, without torch's own."""
+    for kind in {type(each) for each in module.modules()}:
+        if not kind.__module__.startswith("torch."):
+            with contextlib.suppress(OSError, TypeError):
+                text, first = inspect.getsourcelines(kind.forward)
+                yield inspect.getfile(kind), range(first, first + len(text))
+
+
+def _is_inside(source: str, code: Sequence[tuple[str, range]]) -> bool:
+    file, _, line = source.rpartition(":")
+    return any(path.endswith(file) and line.isdigit() and int(line) in lines for path, lines in code if file)
+
+
+def _equations(detail: Detail, pattern: str, own: Set[str], code: Sequence[tuple[str, range]]) -> list[str]:
+    """Equations of such a name, operator or line, on one of `own` or in some code: what all of them take in a step, by
+    line."""
     seconds: dict[tuple[str, str, str], list[float]] = {}
     for event in detail.times.events():
         eqn = event.eqn
         texts = [*(v.name for v in eqn.outputs), eqn.op.name, eqn.line, str(eqn.params.get("op", ""))]
-        if any(fnmatch(text, pattern) for text in texts):
+        if eqn.source in own or _is_inside(eqn.source, code) or any(fnmatch(text, pattern) for text in texts):
             results = ", ".join(str(v.type) for v in eqn.outputs[:2]) or eqn.op.name
             seconds.setdefault((eqn.op.name, results, eqn.line), []).append(event.end - event.start)
     ranked = sorted(seconds.items(), key=lambda x: -sum(x[1]))

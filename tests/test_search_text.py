@@ -1,11 +1,14 @@
-"""What a search says where its time was too short."""
+"""What a search says where its time was too short, and of modules."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 from models import llama
 from test_search import TWO, of
 
+from mycel import search_text
 from mycel.candidates import Candidate
 from mycel.errors import PlanError
 from mycel.search import Search
@@ -21,3 +24,14 @@ def test_a_time_too_short_to_find_what_fits_is_not_called_that_nothing_does(monk
     assert "the time was too short to find a plan that fits 1.00 GiB a device" in said and "no plan fits" not in said
     assert "one plan of those there are" in said and "out of memory by 1.0 GiB" in said and "--seconds" in said
     assert of(llama(), cluster=TWO).run().best.fits
+
+
+def test_a_module_is_explained_by_its_parameters_and_its_lines():
+    plan_search = of(llama(), cluster=TWO)
+    said = search_text.explained(plan_search, plan_search.run(), "model.layers.0.mlp")
+    parameters = re.findall(r"^parameter  (\S+)", said, re.MULTILINE)
+    assert parameters == [f"model.layers.*.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+    file, *others = {x.rsplit(":", 1)[0] for x in re.findall(r"first used at (\S+)", said)}
+    assert file.endswith("modeling_llama.py") and not others and said.count("first used at") == 3
+    equations = said.split("equations")[1]
+    assert "silu" in equations and "linear" in equations and "attention" not in equations
