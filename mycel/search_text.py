@@ -157,8 +157,8 @@ def first_uses(program: Program) -> dict[str, str]:
         return ""
 
     roles = [(program.role(v), v) for v in program.inputs]
-    found = {role.name: line_of(program.main, v) for role, v in roles if role.kind == "parameter"}
-    return {name: line for name, line in found.items() if line}
+    lines = {role.name: line_of(program.main, v) for role, v in roles if role.kind == "parameter"}
+    return {name: line for name, line in lines.items() if line}
 
 
 def _code(module: nn.Module) -> Iterator[tuple[str, range]]:

@@ -154,7 +154,7 @@ MAY_IMPORT = {
         "search_space",
         "stage_price",
     },
-    "search_text": {"errors", "sizes", "plan", "candidates", "search"},
+    "search_text": {"errors", "sizes", "ir", "plan", "candidates", "search"},
     "search_page": {"sizes", "ir", "plan", "html_page", "schedule_page", "candidates", "search", "search_text"},
     "train": {
         "search",
