@@ -136,7 +136,8 @@ def explained(search: Search, answer: Answer, pattern: str) -> str:
     own = {uses[name] for name in names if name.startswith(inside) and name in uses}
     lines += _equations(detail, pattern, own, [code for each in modules.values() for code in _code(each)])
     if len(lines) == 1:
-        near = get_close_matches(pattern, [re.sub(r"\d+", "*", name) for name in detail.parameters], 3, 0.3)
+        alike = {re.sub(r"\d+", "*", name) for name in detail.parameters}
+        near = get_close_matches(pattern, sorted(alike), 3, 0.3)
         names_near = ", ".join(near) or "a parameter"
         raise PlanError(f"nothing is called {pattern!r}\n  try       {names_near}, an operator, or *file.py:12*")
     lines[1:1] = _expected(answer, best)
