@@ -26,6 +26,7 @@ from mycel import lower
 from mycel.ir import Layout, Mesh
 from mycel.plan import Plan
 from mycel.plan.hardware import KNOWN
+from mycel.plan.links import CPU_LINK
 
 B, S, H = 8, 16, 96
 LAYERS = 8
@@ -94,7 +95,7 @@ def llama_bytes(ranks: int, length: int, width: int, precision: str = "fp32", su
     ids = torch.randint(0, 256, (B, length))
     one = OneDevice.of(LlamaForCausalLM(config), {"input_ids": ids, "labels": ids}, precision=precision)
     plan = replace(Plan.read("tp", Mesh(tp=ranks)), sums=sums)
-    return total(one.under(plan, KNOWN["H100"], compiled=True))
+    return total(one.under(plan, replace(KNOWN["H100"], levels=(CPU_LINK,)), compiled=True))  # slow: bytes decide
 
 
 def megatron(ranks: int, length: int, width: int, itemsize: int) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from torch import nn
 
 from mycel.candidates import Answer, Candidate
 from mycel.errors import PlanError
-from mycel.ir import Block, Program, Var
+from mycel.ir import Block, Program, Var, call
 from mycel.plan import Plan
 from mycel.search import Detail, Search
 from mycel.sizes import shown, span
@@ -151,7 +151,7 @@ def first_uses(program: Program) -> dict[str, str]:
         for eqn in block.eqns:
             for i, x in enumerate(eqn.inputs):
                 if x is var:
-                    called = program.blocks[next(eqn.refs)] if eqn.op.name == "call" else None
+                    called = program.blocks[next(eqn.refs)] if eqn.op is call else None
                     line = line_of(called, called.inputs[i]) if called is not None else ""
                     if line or eqn.source:
                         return line or eqn.source
