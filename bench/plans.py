@@ -1,9 +1,11 @@
 """The plan that a search finds against every ready plan and their products, by the clock: 24 models on clusters.
 
     python bench/plans.py [name ...]      of all pairs those whose name has one of these in it; --quick: no ready plans
+    python bench/plans.py depth           what 64 layers cost in planning, of what 32 do
 
 A row: seconds of planning (and of the process's CPU time, where a machine does other things beside), the chosen plan
-and its step, the fastest ready plan that fits and its step, and the ratio.
+and its step, the fastest ready plan that fits and its step, and the ratio.  Each bar is printed with whether it is met;
+the exit code is 1 where one is not.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 import transformers as hf
+from bars import kept
 from torch import nn
 
 from mycel.candidates import Candidate
@@ -119,6 +122,12 @@ PAIRS = [
 ]  # fmt: skip
 
 
+# seconds of planning on two cores, from the model to the plan, and the process's memory
+SECONDS_BARS = {"llama-8b 64 fast": 10.0, "llama-70b 512 fast": 20.0, "llama-405b 4096 fast": 60.0}
+MEMORY_BAR_GIB, RATIO_BAR = 2.0, 1.0
+DEPTH_BAR, TURNS = 1.2, 3  # of 64 layers against 32: the least of so many turns each
+
+
 def cluster(world: int, links: str) -> Cluster:
     devices = min(world, 8)
     data = {"name": f"h100x{world}", "device": "H100", "devices": devices, "hosts": world // devices}
@@ -170,31 +179,64 @@ def best_ready(search_of: Search, world: int, rows: int) -> tuple[str, Candidate
     return best
 
 
+def depth() -> bool:
+    """Planning for 64 H100, of models that differ in the number of layers alone."""
+    seconds: dict[int, list[float]] = {32: [], 64: []}
+    for _ in range(TURNS):
+        for layers, took in seconds.items():
+            with torch.device("meta"):
+                model = llama(4096, 14336, layers, 32)().to(torch.bfloat16)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+            started = time.perf_counter()
+            answer = search(model, optimizer, tokens(64, 8192), cluster(64, "fast")).run()
+            took.append(time.perf_counter() - started)
+            assert answer.best is not None
+    few, many = (min(took) for took in seconds.values())
+    said = f"depth: 32 layers {few:.1f} s, 64 layers {many:.1f} s of planning, {many / few:.2f} times"
+    return kept(said, f"{DEPTH_BAR}", many <= DEPTH_BAR * few)
+
+
+def planned(name: str, world: int, links: str, rows: int, quick: bool) -> tuple[bool, float]:
+    """(are the bars of one pair met?, the chosen plan's step of the best ready plan's)"""
+    title, ratio = f"{name} {world} {links}", 0.0
+    started, computing = time.perf_counter(), time.process_time()
+    search_of = asked(name, world, links, rows)
+    answer = search_of.run()
+    took, best = time.perf_counter() - started, answer.best
+    cpu = time.process_time() - computing
+    assert best is not None
+    print(
+        f"{title:24} {took:6.1f} s  {cpu:6.1f} s cpu  {best.seconds * 1e3:10,.1f} ms  "
+        f"{100 * answer.mfu(best):5.1f} %  bound {answer.bound / best.seconds:5.2f}  "
+        f"{best.peak / 2**30:5.1f} GiB  {best.shape}",
+        flush=True,
+    )
+    is_met = True
+    if bar := SECONDS_BARS.get(title):
+        is_met &= kept(f"{'':24} planned in {took:.1f} s", f"{bar:.0f} s", took <= bar)
+    there = search_of.memory or float("inf")
+    if best.peak > there or answer.bound > best.seconds:
+        is_met &= kept(f"{'':24} {best.peak / 2**30:.1f} GiB", f"{there / 2**30:.0f} GiB, and above its bound", False)
+    other = None if quick else best_ready(search_of, world, rows)
+    if other is not None:
+        ratio = best.seconds / other[1].seconds
+        print(f"{'':24} {ratio:6.3f} of {other[1].seconds * 1e3:10,.1f} ms  {other[0]}", flush=True)
+    return is_met, ratio
+
+
 def main() -> None:
     quick, names = "--quick" in sys.argv, [a for a in sys.argv[1:] if not a.startswith("-")]
-    worst = 0.0
-    for name, world, links, rows in PAIRS:
-        title = f"{name} {world} {links}"
-        if names and not any(n in title for n in names):
-            continue
-        started, computing = time.perf_counter(), time.process_time()
-        search_of = asked(name, world, links, rows)
-        answer = search_of.run()
-        took, best = time.perf_counter() - started, answer.best
-        cpu = time.process_time() - computing
-        assert best is not None
-        print(
-            f"{title:24} {took:6.1f} s  {cpu:6.1f} s cpu  {best.seconds * 1e3:10,.1f} ms  "
-            f"{100 * answer.mfu(best):5.1f} %  bound {answer.bound / best.seconds:5.2f}  "
-            f"{best.peak / 2**30:5.1f} GiB  {best.shape}",
-            flush=True,
-        )
-        other = None if quick else best_ready(search_of, world, rows)
-        if other is not None:
-            ratio = best.seconds / other[1].seconds
-            worst = max(worst, ratio)
-            print(f"{'':24} {ratio:6.3f} of {other[1].seconds * 1e3:10,.1f} ms  {other[0]}", flush=True)
-    print(f"largest ratio {worst:.3f}; {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB")
+    chosen = [pair for pair in PAIRS if not names or any(n in f"{pair[0]} {pair[1]} {pair[2]}" for n in names)]
+    rows = [planned(*pair, quick) for pair in chosen]
+    are_met = [is_met for is_met, _ in rows]
+    if not names or "depth" in names:
+        are_met.append(depth())
+    if chosen and not quick:
+        worst = max(ratio for _, ratio in rows)
+        are_met.append(kept(f"largest ratio {worst:.3f}", f"{RATIO_BAR:.3f}", worst <= RATIO_BAR))
+    gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    are_met.append(kept(f"{gib:.2f} GiB of memory", f"{MEMORY_BAR_GIB:g} GiB", gib <= MEMORY_BAR_GIB))
+    sys.exit(not all(are_met))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@
                                                 is limited.  Needs root, `ip` and `tc`
 
 The links are measured first (`mycel probe`), and both search and predictions use that.  All steps of a model live in
-the same processes and are timed in turns; a step's time is the median.
+the same processes and are timed in turns; a step's time is the median.  Each bar is printed with whether it is met; the
+exit code is 1 where one is not.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from bars import kept
 from clock import model_of
 from slow_links import INSIDE, LIMIT_S, ROOT, limit, refused, run
 
@@ -143,12 +145,14 @@ def rank_main(out: str, model_name: str, hosts: int, rounds: int) -> None:
         Path(out).write_text(json.dumps({"planning": planning, "rows": rows}))
 
 
-def compare(names: list[str], models: list[str], folder: str, title: str) -> None:
+def compare(names: list[str], models: list[str], folder: str, title: str) -> bool:
+    """Are both bars met, for each model?"""
     from scipy.stats import spearmanr
 
     probe = f"{folder}/probe-{len(os.listdir(folder))}.yaml"
     together(names, ["-m", "mycel", "probe", "--device", "cpu", "--out", probe], 29700)
     print(title, flush=True)
+    are_met = True
     for i, model in enumerate(models):
         out = f"{probe}-{model}.json"
         words = [__file__, "--rank", out, model, *(("2", str(SLOW_ROUNDS)) if names else ("1", str(ROUNDS)))]
@@ -159,11 +163,10 @@ def compare(names: list[str], models: list[str], folder: str, title: str) -> Non
             print(f"  {model:6} {name:44} predicted {predicted * 1e3:8.1f} ms   measured {seconds * 1e3:8.1f} ms")
         ratio = rows[0][2] / min(row[2] for row in rows)
         like = spearmanr([row[1] for row in rows], [row[2] for row in rows]).statistic
-        print(
-            f"  {model}: chosen {ratio:.2f}x of the best (bar {CHOSEN_BAR}), Spearman {like:.2f} (bar {RANK_BAR}), "
-            f"planned in {measured['planning']:.1f} s",
-            flush=True,
-        )
+        said = f"  {model}: planned in {measured['planning']:.1f} s, chosen {ratio:.2f}x of the best"
+        are_met &= kept(said, f"{CHOSEN_BAR}", ratio <= CHOSEN_BAR)
+        are_met &= kept(f"  {model}: Spearman {like:.2f}", f"{RANK_BAR}", like >= RANK_BAR)
+    return are_met
 
 
 def main() -> None:
@@ -176,16 +179,18 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(BATCH))
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that namespaces and ranks go with it
+    are_met = True
     with tempfile.TemporaryDirectory() as folder:
         if not args.mbit:
-            compare([], args.models, folder, "4 processes")
+            are_met &= compare([], args.models, folder, "4 processes")
         why = refused() if args.mbit else ""
         if why:
             print(f"skipped: {why}")
             return
         for mbit in args.mbit:
             with pairs(mbit) as names:
-                compare(names, args.models, folder, f"two pairs, {mbit:g} Mbit/s")
+                are_met &= compare(names, args.models, folder, f"two pairs, {mbit:g} Mbit/s")
+    sys.exit(not are_met)
 
 
 if __name__ == "__main__":
