@@ -35,7 +35,6 @@ accept: setup          ## rewrite golden texts; read the diff before committing
 	MYCEL_ACCEPT=1 $(BIN)/python -m pytest -n 2 --dist worksteal $$(grep -l "^from golden import" tests/test_*.py)
 
 docs: setup            ## the site from docs/ in site/: every link checked, nothing fetched when it is read
-	$(BIN)/python -m pip install -q -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	! grep -rlE '<(script|link|img)[^>]*(src|href)="https?://' site --include='*.html'
 

@@ -1,8 +1,9 @@
-"""What the documents claim: the README's example prints what the README shows, and the tour runs."""
+"""What the documents claim: examples run and print what pages show, links lead somewhere, the site is built."""
 
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import runpy
 import shlex
@@ -12,6 +13,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 import yaml
 
@@ -30,9 +32,25 @@ def fenced(page: Path, kind: str) -> list[str]:
     return re.findall(rf"^```{kind}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_the_readme_example_prints_what_it_says(tmp_path):
+def test_the_readme_is_one_screen_and_its_example_trains(tmp_path, monkeypatch, capsys):
+    """What it is, two commands, a picture, one example; then the measured table."""
     readme = (ROOT / "README.md").read_text()
-    code, shown = re.search(r"```python\n((?:(?!```).)*)```\n\nprints\n\n```text\n(.*?)```", readme, re.DOTALL).groups()
+    before, table = readme.split("## Measured")
+    assert len(before.splitlines()) <= 50 and readme.count("\n## ") == 1 and "\n| command" in table
+    commands = [line for line in fenced(ROOT / "README.md", "")[0].splitlines() if line[0] != " "]
+    assert len(commands) == 2 and len(fenced(ROOT / "README.md", "python")) == 1
+    (tmp_path / "example.py").write_text(fenced(ROOT / "README.md", "python")[0])
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    ran = runpy.run_path("example.py", run_name="__main__")
+    first = torch.nn.functional.mse_loss(torch.zeros(64, 1), ran["x"].sum(1, keepdim=True))  # of who knows nothing
+    assert ran["step"].steps == 50 and float(ran["loss"]) < 0.2 * float(first)
+    assert capsys.readouterr().out.rstrip() == ran["step"].explain().rstrip()
+
+
+def test_the_example_prints_what_the_page_says(tmp_path):
+    page = (DOCS / "tour.md").read_text()
+    code, shown = re.search(r"```python\n((?:(?!```).)*)```\n\nprints\n\n```text\n(.*?)```", page, re.DOTALL).groups()
     (tmp_path / "example.py").write_text(code)
     ran = subprocess.run([sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert ran.stdout.rstrip() == shown.rstrip()
@@ -44,9 +62,11 @@ def test_the_tour(capsys):
     assert "== refused" in output and "causal=True" in output
 
 
-def test_the_readmes_commands_exist():
+def test_the_commands_of_the_project_exist():
     makefile = (ROOT / "Makefile").read_text()
-    for command in re.findall(r"^make (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE):
+    shown = {page: re.findall(r"^make (\w+)", page.read_text(), re.MULTILINE) for page in (*PAGES, ROOT / "README.md")}
+    assert shown[ROOT / "README.md"] and shown[DOCS / "start.md"]
+    for command in (command for commands in shown.values() for command in commands):
         assert re.search(rf"^{command}:", makefile, re.MULTILINE), command
 
 
@@ -94,13 +114,51 @@ def test_the_yaml_of_the_pages_is_understood():
 
 
 def test_every_page_is_in_the_sites_index():
-    """And every link between pages leads to one; `make docs` builds the site and checks anchors too."""
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
     listed = set(re.findall(r"[\w/-]+\.md", str(site["nav"])))
     assert listed == {str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")}
-    for page in [*DOCS.rglob("*.md"), ROOT / "README.md"]:
-        for link in re.findall(r"\]\(([^)#:]+)(?:#[\w-]*)?\)", page.read_text()):
-            assert (page.parent / link).is_file(), f"{page.name}: {link}"
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings of a page, as the site's generator and GitHub write them alike."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    titles = (re.sub(r"\[(.*?)\]\(.*?\)", r"\1", title) for title in re.findall(r"^#+ (.*)", text, re.MULTILINE))
+    return {re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", title).strip().lower()) for title in titles}
+
+
+def broken_links(page: Path) -> list[str]:
+    """Links to files that are not there, and to headings that the page they lead to does not have."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    links = [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not re.match(r"\w+:", link)]
+    parts = [(link, *link.partition("#")[::2]) for link in links]
+    at = [(link, page.parent / name if name else page, anchor) for link, name, anchor in parts]
+    return [link for link, file, anchor in at if not file.is_file() or (anchor and anchor not in anchors(file))]
+
+
+def test_every_link_leads_somewhere(tmp_path):
+    pages = [*DOCS.rglob("*.md"), *ROOT.glob("*.md")]
+    assert {page.name: broken for page in pages if (broken := broken_links(page))} == {}
+    (tmp_path / "b.md").write_text("# The `first` one, told\n```\n# no heading\n```\n")
+    links = "[1](b.md#the-first-one-told) [2](b.md#no-heading) [3](#here) [4](#there) [5](c.md) [6](https://a.b/c)"
+    (tmp_path / "a.md").write_text(f"# Here\n{links}\n")
+    assert broken_links(tmp_path / "a.md") == ["b.md#no-heading", "#there", "c.md"]
+
+
+def test_the_site_is_built_strictly(tmp_path):
+    """By `make docs`, into another folder: every page, every link of it, and nothing that is fetched when it is
+    read."""
+    for name in ("mkdocs", "material", "mkdocstrings"):
+        pytest.importorskip(name, reason="no generator of the site is installed: pip install -e '.[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    built = subprocess.run(
+        command, check=False, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    )
+    assert built.returncode == 0, built.stderr[-3000:]
+    pages = {str(page.relative_to(tmp_path)): page.read_text() for page in tmp_path.rglob("*.html")}
+    assert {str(p.relative_to(DOCS).with_suffix(".html")) for p in DOCS.rglob("*.md")} <= pages.keys()
+    fetched = re.compile(r"""<(?:script|link|img)[^>]*(?:src|href)=["']?https?://""")
+    assert not [name for name, page in pages.items() if fetched.search(page)]
+    assert "train_step" in pages["reference.html"] and "without taking a step" in pages["reference.html"]
 
 
 def test_files_that_pages_show_are_there():
