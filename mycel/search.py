@@ -189,7 +189,7 @@ class Search:
     def space(self) -> SearchSpace:
         cluster = self.cluster
         layers = max(map(len, layer_lists(self.model)), default=1)
-        return SearchSpace(cluster.world, cluster.devices, self.rows, self.length, self._experts(), layers)
+        return SearchSpace(cluster.world, cluster.groups, self.rows, self.length, self._experts(), layers)
 
     def _experts(self) -> int:
         """The most experts that a layer has, of those whose parameters the ready plan splits."""

@@ -400,7 +400,7 @@ class SearchOrder:
                 f"{pp} stages want as many microbatches or more, a step has {count}\n"
                 f"  try       microbatches: {pp} (train.accumulate={pp}), or stages: {count}"
             )
-        inside = SearchSpace(space.world // pp, space.devices, space.rows, space.length, space.experts, space.layers)
+        inside = SearchSpace(space.world // pp, space.groups, space.rows, space.length, space.experts, space.layers)
         meshes = self.meshes() if self.given.mesh is not None else inside.meshes(self.given.axes)
         for mesh in filter(self._holds, meshes):
             zero = self.given.zeros[0] if len(self.given.zeros) == 1 else int(mesh.shards > 1)

@@ -151,11 +151,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What there is to choose from: so many devices, `devices` of them in a host; a batch of rows, whose second dim is
-    `length` long; so many experts in a layer and layers in a list."""
+    """What there is to choose from: so many devices, of which each level of wires but the last joins as many as
+    `groups` says; a batch of rows, whose second dim is `length` long; so many experts in a layer and layers in a
+    list."""
 
     world: int
-    devices: int
+    groups: tuple[int, ...]
     rows: int
     length: int
     experts: int = 1
@@ -198,7 +199,7 @@ class SearchSpace:
 
     def orders(self, shape: Shape) -> Iterator[Shape]:
         """The same axes, others of them inside a host."""
-        if self.devices in (self.world, 1):
+        if {*self.groups} <= {self.world, 1}:
             return
         default = shape.default_order
         for order in itertools.permutations(default):
@@ -207,8 +208,8 @@ class SearchSpace:
 
     def hybrids(self, shape: Shape) -> Iterator[Shape]:
         """ZeRO over the ranks of one host, or of a few; copies between them."""
-        inner = max(1, self.devices // (shape.cp * shape.tp * shape.ty))
-        for count in (inner, 4 * inner):
+        inner = [max(1, size // (shape.cp * shape.tp * shape.ty)) for size in self.groups]
+        for count in dict.fromkeys((*inner, 4 * inner[-1])):
             if shape.zero and shape.fsdp == 1 and 1 < count < shape.dp and shape.dp % count == 0 and not shape.order:
                 yield replace(shape, dp=shape.dp // count, fsdp=count)
 
@@ -237,7 +238,7 @@ class SearchSpace:
         """For each size of tp: stages, few first, on the ranks that are left; about four microbatches for each."""
         if shape.pp > 1 or shape.order or shape.fsdp > 1 or shape.ep > 1:
             return
-        for tp in dict.fromkeys((shape.tp, min(shape.tp, self.devices), 1)):
+        for tp in dict.fromkeys((shape.tp, min(shape.tp, self.groups[-1]), 1)):
             candidates = []
             for pp in divisors(self.world // (tp * shape.cp)):
                 inside = replace(shape, dp=self.world // (tp * shape.cp * pp), tp=tp, ty=1, pp=pp, microbatches=1)

@@ -149,6 +149,63 @@ def test_wires_of_axes():
     assert hardware.links(Mesh(tp=2, dp=32)).of(("tp",)).bytes_s == 45e9
 
 
+FOUR = [
+    {"name": "island", "devices": 4, "bytes_s": 4e11, "start_s": 1e-6},
+    {"name": "host", "devices": 8, "bytes_s": 5e10, "start_s": 2e-6},
+    {"name": "rack", "devices": 32, "bytes_s": 2e10, "start_s": 5e-6},
+    {"name": "spine", "bytes_s": 1.6e11, "start_s": 1e-5, "shared": True},
+]
+
+
+def test_more_levels_than_hosts_and_their_network():
+    """Each axis lies in the innermost level that has all its ranks; by each level those of a group go together."""
+    cluster = Cluster.read({"device": "H100", "devices": 8, "hosts": 8, "levels": FOUR})
+    assert [(x.name, x.ranks) for x in cluster.hardware.levels[:3]] == [("island", 4), ("host", 8), ("rack", 32)]
+    assert cluster.groups == (4, 8, 32) and cluster.one_host.groups == (4,)
+
+    def wires(**sizes: int) -> dict[str, tuple[str, float]]:
+        links = cluster.hardware.links(Mesh(sizes))
+        return {axis: (links.of((axis,)).name, links.of((axis,)).bytes_s) for axis in sizes}
+
+    assert wires(a=2, b=4, c=2, d=4) == {
+        "a": ("spine", 5e9), "b": ("rack", 2e10), "c": ("host", 5e10), "d": ("island", 4e11),
+    }  # fmt: skip
+    assert wires(a=8, b=8) == {"a": ("spine", 2e10), "b": ("host", 2e11)}  # 4 of a rack; 4 of an island
+    assert wires(a=64) == {"a": ("spine", 1.6e11)} and wires(a=32, b=2)["a"] == ("spine", 8e10)
+    few = Cluster.read({"device": "H100", "devices": 8, "levels": FOUR})
+    assert [x.name for x in few.hardware.levels] == ["island", "host"] and few.groups == (4,)
+    uneven = Cluster.read(
+        {"hosts": [{"device": "H100", "devices": 8}, {"device": "H200", "devices": 8}], "levels": FOUR}
+    )
+    assert [x.name for x in uneven.hardware.levels] == ["island", "host", "rack"]
+
+
+def test_groups_that_lie_in_two_hosts_speak_over_the_network():
+    links = Cluster.read("h100x2x3").hardware.links(Mesh(dp=3, tp=2))
+    assert links.of(("tp",)).name == "network"  # ranks 2 and 3 are of two hosts
+    assert Cluster.read("h100x2x3").hardware.links(Mesh(dp=2, tp=3)).of(("tp",)).name == "nvlink"
+
+
+@pytest.mark.parametrize(
+    ("levels", "says"),
+    [
+        ([FOUR[1], FOUR[0], FOUR[3]], "levels.1.: devices is 4, of the level before 8.*try       the innermost first"),
+        ([FOUR[0], {**FOUR[1], "devices": 4}, FOUR[3]], "levels.1.: devices is 4, of the level before 4"),
+        ([FOUR[0], {**FOUR[1], "devices": 6}, FOUR[3]], "levels.1.: devices is 6, of the level before 4.*devices: 8"),
+        ([{**FOUR[0], "devices": 3}, FOUR[1], FOUR[3]], "levels.0.: devices is 3, and a host has 8"),
+        ([{**FOUR[0], "devices": 0}, FOUR[3]], "levels.0.: devices is 0.*at least 1"),
+        ([FOUR[0], FOUR[1], {**FOUR[2], "devices": 24}, FOUR[3]], "levels.2.: devices is 24, the cluster has 64"),
+        ([FOUR[0], {"bytes_s": 1e10}, FOUR[3]], "levels.1.: 3 levels, and nothing says how many.*try       devices: 8"),
+        ([FOUR[0], FOUR[1]], "the outermost level joins 8 devices, the cluster has 64.*one more level"),
+        ([FOUR[0], {**FOUR[3], "name": "island"}], "two levels are called 'island'"),
+        ([{**FOUR[0], "device": 4}, FOUR[3]], "unknown key 'device'.*try       devices"),
+    ],
+)  # fmt: skip
+def test_levels_that_make_no_cluster(levels, says):
+    with pytest.raises(PlanError, match="(?s)" + says):
+        Cluster.read({"device": "H100", "devices": 8, "hosts": 8, "levels": levels})
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

@@ -336,6 +336,30 @@ def test_parameters_are_split_in_two_dims_where_that_sends_less(ranks, ratio, mo
         assert sent[1] == pytest.approx(sent[0], rel=0.01) and line.seconds < best.seconds
 
 
+def test_each_level_of_wires_carries_what_it_can():
+    """Islands in hosts: the search lays axes over all three levels, and says what each sends."""
+    fast, middle, slow = ({"bytes_s": b, "start_s": 1e-7} for b in (4e11, 2e10, 1e9))
+    islands = [
+        {"name": "island", "devices": 2, **fast},
+        {"name": "host", "devices": 4, **middle},
+        {"name": "net", **slow},
+    ]
+    x = torch.empty(4096, 256, device="meta")
+    host = {"device": SMALL, "devices": 4, "hosts": 2}
+    plan_search = of(Pairs(256, 1024), {"x": x, "y": x}, {**host, "levels": islands})
+    best = plan_search.run().best
+    shapes = [s for mesh in plan_search.space.meshes() for s in (mesh, *plan_search.space.orders(mesh))]
+    assert len({c.shape.order for c in plan_search.candidates.values()}) > 1
+    assert best.seconds <= min(plan_search.price(replace(s, zero=z)).seconds for s in shapes for z in (0, 3))
+    assert list(plan_search.space.hybrids(Shape(dp=8, zero=3))) == [
+        Shape(dp=4, fsdp=2, zero=3), Shape(dp=2, fsdp=4, zero=3),
+    ]  # fmt: skip
+    deep = plan_search.price(Shape(dp=2, cp=1, tp=2, fsdp=2, zero=1))
+    assert deep.sent.keys() == {"island", "host", "net"}
+    as_one = of(Pairs(256, 1024), {"x": x, "y": x}, {**host, "levels": [{"name": "host", **middle}, islands[2]]})
+    assert as_one.price(deep.shape).seconds > deep.seconds  # what goes inside an island
+
+
 def test_rows_of_experts_travel_beside_other_experts():
     """Two microbatches at once are a neighbour of a plan with experts over ranks, as many as are given if they are."""
     plan_search = of(family("olmoe"), cluster=TWO)

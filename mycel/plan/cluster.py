@@ -11,6 +11,12 @@
         - {name: nvlink, bytes_s: 3.6e+11, start_s: 3.0e-06}
         - {name: network, bytes_s: 4.5e+10, start_s: 1.0e-05}      of each device; shared: true: of each host
 
+        levels:                                    where there are more than two: how many devices each joins
+        - {name: island, devices: 4, bytes_s: 3.6e+11}
+        - {name: host, devices: 8, bytes_s: 5.0e+10}
+        - {name: rack, devices: 32, bytes_s: 4.5e+10}
+        - {name: spine, bytes_s: 2.5e+11, shared: true}            of each rack: of each group of the level before
+
         device:                                    a device that is no preset
           name: mine
           half: 3.0e+14                            operations a second that large products reach, in 16 bits
@@ -25,9 +31,10 @@ smallest.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -49,7 +56,7 @@ PROBE_KEYS = (
     "device", "processes", "threads", "memory", "launch_s", "host_bytes_s", "busy_host_bytes_s", "update_bytes_s",
     "update_half_bytes_s", "unaligned", "rates", "levels",
 )  # fmt: skip
-LEVEL_KEYS = ("name", "bytes_s", "start_s", "shared")
+LEVEL_KEYS = ("name", "devices", "bytes_s", "start_s", "shared")
 
 
 @dataclass(frozen=True)
@@ -113,6 +120,12 @@ class Cluster:
     @property
     def memory(self) -> int | None:
         return self.hardware.memory
+
+    @property
+    def groups(self) -> tuple[int, ...]:
+        """How many devices the levels join that do not join all; one host, where that is all there is to say."""
+        inner = tuple(x.ranks for x in self.hardware.levels[:-1] if 1 < x.ranks < self.world)
+        return inner or (self.devices,)
 
     @property
     def one_host(self) -> Cluster:
@@ -237,6 +250,8 @@ def _uneven(data: dict[str, Any], where: str) -> Cluster:
         levels = replace(inside, ranks=devices), replace(between, ranks=1 << 30)
     if hosts > 1 and devices == 1:
         levels = levels[1:]
+    if len(data.get("levels") or ()) > 2:
+        levels = _levels(data["levels"], None, devices, hosts, where)
     sizes = tuple(n for p in parts for n in [p.devices] * p.hosts)
     return Cluster(
         str(data.get("name") or where),
@@ -300,23 +315,77 @@ def _levels(given: Any, kind: Kind | None, devices: int, hosts: int, where: str)
     if given is None:
         wires = [kind.inside, kind.between] if kind is not None else []
         links = [Link(bytes_s, start_s, name) for name, bytes_s, start_s in wires]
-    else:
-        if not isinstance(given, list) or not all(isinstance(x, Mapping) for x in given) or not given:
-            raise PlanError(f"{where}: levels is {given!r}\n  try       a list, innermost first: {{name, bytes_s, …}}")
-        links = [_level(x, devices, f"{where}: levels[{i}]") for i, x in enumerate(given)]
-        if len(links) > 2:
-            raise PlanError(f"{where}: {len(links)} levels\n  try       two: inside a host, and between hosts")
-    if len(links) == 2:
-        links = [replace(links[0], ranks=devices), links[1]] if hosts > 1 else [links[0]]
-    return tuple(links)
+        return _joined(links, [devices], devices * hosts)
+    if not isinstance(given, list) or not all(isinstance(x, Mapping) for x in given) or not given:
+        raise PlanError(f"{where}: levels is {given!r}\n  try       a list, innermost first: {{name, bytes_s, …}}")
+    sizes = _sizes(given, devices, hosts, where)
+    names = [str(x.get("name") or _level_name(i, sizes, devices)) for i, x in enumerate(given)]
+    if twice := next((name for i, name in enumerate(names) if name in names[:i]), ""):
+        raise PlanError(f"{where}: two levels are called {twice!r}\n  try       a name for each")
+    below = [sizes[0] if sizes else devices, *sizes]  # devices that share a wire of each level
+    links = [_level(x, names[i], below[i], f"{where}: levels[{i}]") for i, x in enumerate(given)]
+    return _joined(links, sizes, devices * hosts)
 
 
-def _level(data: Mapping[str, Any], devices: int, where: str) -> Link:
+def _joined(links: Sequence[Link], sizes: Sequence[int], world: int) -> tuple[Link, ...]:
+    """The levels as far as there are devices that they join; the last joins all."""
+    inner = list(itertools.takewhile(lambda link: link.ranks < world, map(_with_ranks, links, sizes)))
+    return (*inner, links[len(inner)]) if links else ()
+
+
+def _with_ranks(link: Link, ranks: int) -> Link:
+    return replace(link, ranks=ranks)
+
+
+def _sizes(given: Sequence[Mapping[str, Any]], devices: int, hosts: int, where: str) -> list[int]:
+    """How many devices each level but the last joins: the first those of a host, where nothing is said."""
+    sizes: list[int] = []
+    for i, level in enumerate(given):
+        at, count = f"{where}: levels[{i}]", level.get("devices")
+        if count is None and i == len(given) - 1:
+            break
+        if count is None and len(given) > 2:
+            hint = f"devices: {devices}" if not sizes else f"devices: {sizes[-1] * 2}, a multiple of {sizes[-1]}"
+            raise PlanError(
+                f"{at}: {len(given)} levels, and nothing says how many devices this one joins\n  try       {hint}"
+            )
+        size = devices if count is None else _count(count, f"{at}: devices")
+        before = sizes[-1] if sizes else 1
+        if sizes and (size <= before or size % before):
+            raise PlanError(
+                f"{at}: devices is {size}, of the level before {before}: each level joins several groups of the one "
+                f"before\n  try       the innermost first; devices: {before * max(2, size // before)}"
+            )
+        if devices % size and size % devices:
+            raise PlanError(
+                f"{at}: devices is {size}, and a host has {devices}: neither divides the other\n"
+                f"  try       devices: {devices}"
+            )
+        if size < devices * hosts and devices * hosts % size:
+            raise PlanError(
+                f"{at}: devices is {size}, the cluster has {devices * hosts}, which are no whole number of these\n"
+                f"  try       devices: {math.gcd(size, devices * hosts)}"
+            )
+        sizes.append(size)
+    if len(sizes) == len(given) and sizes[-1] < devices * hosts:
+        raise PlanError(
+            f"{where}: the outermost level joins {sizes[-1]} devices, the cluster has {devices * hosts}\n"
+            "  try       one more level, or none of `devices` at the last"
+        )
+    return sizes
+
+
+def _level_name(i: int, sizes: Sequence[int], devices: int) -> str:
+    """Of a level that has none."""
+    return "network" if i == len(sizes) else "host" if sizes[i] == devices else f"groups of {sizes[i]}"
+
+
+def _level(data: Mapping[str, Any], name: str, sharing: int, where: str) -> Link:
     _refuse_unknown(data, LEVEL_KEYS, where)
     if "bytes_s" not in data:
         raise PlanError(f"{where}: no bytes_s\n  try       bytes_s: 5.0e+10, a second and device")
-    bytes_s = _positive(data["bytes_s"], f"{where}: bytes_s") / (devices if data.get("shared") else 1)
-    return Link(bytes_s, _positive(data.get("start_s", 1e-5), f"{where}: start_s"), str(data.get("name", "network")))
+    bytes_s = _positive(data["bytes_s"], f"{where}: bytes_s") / (sharing if data.get("shared") else 1)
+    return Link(bytes_s, _positive(data.get("start_s", 1e-5), f"{where}: start_s"), name)
 
 
 def _refuse_unknown(data: Mapping[str, Any], keys: tuple[str, ...], where: str) -> None:

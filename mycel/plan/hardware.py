@@ -133,17 +133,26 @@ class Hardware:
     def links(self, mesh: Mesh) -> Links:
         """The wires of a mesh whose last axis is the fastest: each axis has the innermost level in which its ranks
         lie.  Several ranks of a group in one host reach other hosts by as many wires at once, up to what they reach
-        each other by."""
+        each other by; so do ranks of each level those of the next."""
         levels = self.levels or (GPU_LINK if self.memory else CPU_LINK,)
         named, stride = dict[str, Link](), 1
         for axis in reversed(mesh.axes):
-            n = next((i for i, level in enumerate(levels) if level.ranks >= stride * mesh[axis]), len(levels) - 1)
-            link, inner = levels[n], levels[n - 1]
-            together = inner.ranks // stride if n and not link.measured else 1
-            if together > 1:
-                link = replace(link, bytes_s=min(together * link.bytes_s, inner.bytes_s))
-            named[axis], stride = link, stride * mesh[axis]
+            ranks = stride * mesh[axis]  # one behind the other, of which a group is some
+            inside = (i for i, x in enumerate(levels) if x.ranks % ranks == 0 or x.ranks >= max(ranks, mesh.world))
+            n = next(inside, len(levels) - 1)
+            named[axis], stride = _wires(levels[: n + 1], stride), ranks
         return Links(mesh, levels[-1], {axis: named[axis] for axis in mesh.axes})
+
+
+def _wires(levels: Sequence[Link], stride: int) -> Link:
+    """The outermost of some levels, as ranks that are so far apart reach each other by it."""
+    link = levels[-1]
+    if link.measured or len(levels) == 1:
+        return link
+    together = [1, *(max(1, level.ranks // stride) for level in levels[:-1])]  # ranks of a group that share each level
+    reached = [n * level.bytes_s for n, level in zip(together, levels, strict=True)]
+    used = [x for x, n in zip(reached, [*together[1:], 2], strict=True) if n > 1]  # where a group has several ranks
+    return replace(link, bytes_s=min(used))
 
 
 def with_link(hardware: Hardware, mesh: Mesh, axis: str, link: Link) -> Hardware:
