@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from mycel.buckets import LABELS
 from mycel.capture import flatten_arguments, rewritten
 from mycel.errors import TrainError, warn
 from mycel.ir import Program, Var
@@ -26,10 +27,13 @@ from mycel.ir import Program, Var
 def objective(model: torch.nn.Module, loss: Callable[..., Any] | None, outputs: bool = False) -> Callable[..., Any]:
     """The batch -> the loss, as one function; with `outputs`, and what is returned beside it."""
     if loss is None:
+        takes = inspect.signature(model.forward).parameters
+        labels = next((name for name in LABELS if name in takes), "labels")
 
         def of_model(*args: Any, **kwargs: Any) -> Any:
             out = model(*args, **kwargs)
-            return (_loss_of(out), _without_caches(out)) if outputs else _loss_of(out)
+            loss = _loss_of(out, labels)
+            return (loss, _without_caches(out)) if outputs else loss
 
         return of_model
     if _first_argument(loss) == "model":
@@ -140,7 +144,7 @@ def _without_caches(out: Any) -> Any:
     return kept if type(out) is dict else type(out)(**kept)
 
 
-def _loss_of(out: Any) -> torch.Tensor:
+def _loss_of(out: Any, labels: str = "labels") -> torch.Tensor:
     """The loss a model returned: itself, its `loss`, or of several values the first if it is a scalar, else the one
     that is."""
     if isinstance(out, torch.Tensor):
@@ -163,7 +167,7 @@ def _loss_of(out: Any) -> torch.Tensor:
     if loss is None:
         raise TrainError(
             f"the model returned {type(out).__name__} without a loss\n"
-            "  try       pass labels in the batch, or give train_step loss=f(output, *batch)"
+            f"  try       pass {labels} in the batch, or give train_step loss=f(output, *batch)"
         )
     return _scalar(loss)
 

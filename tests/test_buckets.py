@@ -46,6 +46,29 @@ def test_lengths_in_buckets(make, batches):
     assert abs(pair.step.evaluate(**batches(0)).item() - pair.twin.eval()(**batches(0)).loss.item()) < 1e-4
 
 
+def test_sixty_lengths_are_four_programs(monkeypatch):
+    """In any order; loss by loss what torch makes of what was not padded."""
+    captured = []
+    compile_for = mycel.Step.prepare
+    monkeypatch.setattr(mycel.Step, "prepare", lambda *a, **k: captured.append(k) or compile_for(*a, **k))
+
+    def words(i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        ids = torch.randint(0, 9, (2, 5 + i * 7 % 60), generator=torch.Generator().manual_seed(i))
+        return ids, ids.roll(1, 1)
+
+    def loss(out, labels):
+        return cross_entropy(out.transpose(1, 2), labels)
+
+    assert len({words(i)[0].shape[1] for i in range(60)}) == 60
+    sizes = {1: [16, 32, 48, 64]}
+    make = lambda: nn.Sequential(nn.Embedding(9, 6), nn.Linear(6, 9)).double()
+    pad = {0: sizes, 1: {**sizes, "value": -100}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        agree(beside(make, sgd(), words, loss, steps=60, pad=pad), loss=1e-9, params=1e-9)
+    assert len(captured) == 4
+
+
 def test_accumulated_calls_and_parts():
     """Padding goes with accumulate and with accumulation over calls."""
     pad = {"input_ids": {1: [16]}}

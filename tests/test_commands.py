@@ -7,8 +7,11 @@ import contextlib
 import io
 import json
 import math
+import os
 import shutil
+import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,10 +20,12 @@ import training
 import transformers as hf
 from golden import golden
 from PIL import Image
+from safetensors.torch import load_file
 from torch.nn import functional as F
 from training import GPT2, TEXT, config
 from typer.testing import CliRunner
 
+import mycel as mycel_library
 from mycel import Program
 from mycel.cli import app
 from mycel.errors import TrainError
@@ -87,8 +92,6 @@ def test_what_is_exported_is_the_checkpoint(run, folder, tmp_path):
     assert hf.AutoTokenizer.from_pretrained(folder)("ab")["input_ids"] == [97, 98]
     result = mycel("export", run, "--last", "--to", "safetensors", "--out", tmp_path / "weights")
     assert "the last" in result.stderr and result.stdout == f"exported: {tmp_path / 'weights' / 'model.safetensors'}\n"
-    from safetensors.torch import load_file
-
     said = [
         mycel("export", run, *option, "--out", tmp_path / f"m{i}").stderr for i, option in enumerate(([], ["--best"]))
     ]
@@ -131,6 +134,20 @@ def test_an_exported_program_is_the_forward_pass(run, folder, tmp_path):
     program = Program.load(tmp_path / "program" / "program.safetensors")
     assert program.inputs_of("batch")[0].shape == (1, 16)
     assert program.results[0].shape == (1, 16, 258)
+    check_program(program, tmp_path / "program", torch.randint(0, 258, (1, 16)), model_of(folder))
+
+
+def model_of(folder: Path) -> torch.nn.Module:
+    return hf.AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def check_program(program: Program, folder: Path, batch: torch.Tensor, model: torch.nn.Module) -> None:
+    """A program gives the logits of a model, from the weights that lie beside it."""
+    weights = load_file(folder / "model.safetensors")
+    (batch_input,) = program.inputs_of("batch")
+    for mode in ("graph", "eager"):
+        (logits,) = mycel_library.jit(program, mode=mode)(**{batch_input.name: batch}, **weights)
+        torch.testing.assert_close(logits, model(batch).logits, rtol=1e-4, atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -227,6 +244,9 @@ def test_a_model_of_images_is_exported_as_a_program_too(image_run, tmp_path):
     assert result.exit_code == 0, result.output
     program = Program.load(tmp_path / "program" / "program.safetensors")
     assert program.inputs_of("batch")[0].shape == (1, 3, 8, 8) and program.results[0].shape == (1, 2)
+    assert mycel("export", image_run, "--out", tmp_path / "model").exit_code == 0
+    model = hf.AutoModelForImageClassification.from_pretrained(tmp_path / "model").eval()
+    check_program(program, tmp_path / "program", torch.randn(1, 3, 8, 8), model)
 
 
 def test_a_model_that_writes_no_text_says_so_and_not_that_it_lacks_a_tokenizer(image_run):
@@ -374,6 +394,54 @@ def test_a_chat_is_written_by_its_template(folder, tmp_path):
         asked.exit_code == 0
         and asked.stdout == mycel("generate", chatty, "--prompt", "<user>if<assistant>", *how).stdout
     )
+    chats = [["if"], ["def", "x", "in"]]
+    rows = [[{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(chat)] for chat in chats]
+    rows[1].insert(0, {"role": "system", "content": "be"})
+    file = tmp_path / "chats.jsonl"
+    file.write_text("\n".join(json.dumps({"messages": row, "id": i}) for i, row in enumerate(rows)))
+    result = mycel("generate", chatty, "--file", file, *how)
+    for i, (line, prompt) in enumerate(
+        zip(result.stdout.splitlines(), ("<user>if", "<system>be<user>def<assistant>x<user>in"), strict=True)
+    ):
+        alone = mycel("generate", chatty, "--prompt", f"{prompt}<assistant>", *how).stdout[:-1]
+        assert json.loads(line) == {"messages": rows[i], "id": i, "response": alone}
+
+
+WAITING = """
+import sys
+from mycel.__main__ import main
+from mycel.train import generate
+
+stream = generate.stream
+
+def waiting(*arguments):
+    for i, token in enumerate(stream(*arguments)):
+        if i == 20:
+            sys.stdin.readline()
+        yield token
+
+generate.stream = waiting
+sys.argv[0] = "mycel"
+main()
+"""
+
+
+def test_text_comes_before_its_end(folder):
+    """In a process of its own: what has been written is there to be read while the rest waits for us."""
+    how = ["generate", str(folder), "--prompt", "def ", "--tokens", "40", "--temperature", "1.5"]
+    command = [sys.executable, "-c", WAITING, *how]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    watchdog = threading.Timer(90, process.kill)
+    watchdog.start()
+    try:
+        first = os.read(process.stdout.fileno(), 100)
+        assert first and process.poll() is None
+        rest, _ = process.communicate(b"on\n")
+    finally:
+        watchdog.cancel()
+        process.kill()
+    whole = mycel(*how).stdout
+    assert (first + rest).decode() == whole and len(rest) > 1, (first, rest)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "mapped": {"api", "capture"},
     "hints": {"errors", "ir", "ops", "capture"},
     "comm": {"errors", "ops", "capture", "hints"},
-    "objective": {"errors", "ir", "capture"},
+    "objective": {"errors", "ir", "capture", "buckets"},
     "several_optimizers": {"errors"},
     "wrapped_optimizer": {"errors", "several_optimizers"},
     "optimizers": {"errors", "ir", "ops", "transform", "several_optimizers", "wrapped_optimizer"},

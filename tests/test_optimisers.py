@@ -4,6 +4,7 @@ mesh."""
 from __future__ import annotations
 
 import functools
+import inspect
 import random
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ import torch
 from checkpoints import part_of, place, together
 from distributing import OneDevice, compared, random_plan, start_values, tensors
 from optimising import CASES, ONE_EACH, SPREAD, rows, small, trained
-from stepping import Both, agree, beside, bitwise, frozen_copy, plain_step
+from stepping import Both, agree, beside, bitwise, both, frozen_copy, plain_step
 
 import mycel
 from examples import parse_example
@@ -57,6 +58,26 @@ def same_state(ours: torch.optim.Optimizer, theirs: torch.optim.Optimizer) -> No
 def test_four_steps_are_torchs(name):
     both = agree(pair(name), loss=1e-9, params=1e-9)
     same_state(both.optimizer, both.plain)
+
+
+@pytest.mark.parametrize("option", ["foreach", "fused", "capturable"])
+@pytest.mark.filterwarnings("error:.*runs as it is")
+def test_options_of_how_torch_computes_are_known(option):
+    """The update stays part of the program and is the same: on a CPU torch itself has no steps that can be captured."""
+    kinds = {"AdamW": {"amsgrad": True}, "Adam": {}, "SGD": {"momentum": 0.9}, "RMSprop": {"centered": True}}
+    kinds |= {name: {} for name in ("NAdam", "RAdam", "Adamax", "Adadelta", "Adagrad", "ASGD", "Rprop")}
+    tried = [name for name in kinds if option in inspect.signature(getattr(torch.optim, name)).parameters]
+    assert len(tried) > 2
+    for name in tried:
+        make = lambda m, **more: getattr(torch.optim, name)(trained(m), **kinds[name], **more)
+        lr = torch.tensor(0.02) if option != "foreach" and name in ("Adam", "AdamW") else 0.02
+        both_ = both(lambda: small(""), lambda m: make(m, lr=lr, **{option: True}))
+        both_.plain = make(both_.twin, lr=0.02)
+        for i in range(4):
+            both_.further(rows(i))
+        agree(both_, loss=1e-6, params=1e-6)
+        assert len(both_.step.entries) == 1 and both_.step.updating.by_rule
+        assert both_.optimizer.state_dict()["state"][0].keys() == both_.plain.state_dict()["state"][0].keys()
 
 
 @pytest.mark.parametrize("name", ONE_EACH.values(), ids=ONE_EACH)

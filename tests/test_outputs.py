@@ -82,6 +82,19 @@ def test_a_model_that_returns_logits_and_loss():
     torch.testing.assert_close((got, outputs), (loss, (logits, loss)))
 
 
+def test_the_loss_of_a_pair_is_its_one_scalar():
+    """nanoGPT's (logits, loss), without a word; in evaluation too."""
+    pair = both(NanoGPT, sgd())
+    for i in range(3):
+        wanted = pair.twin(*text(i))[1]
+        torch.testing.assert_close(pair.step.evaluate(*text(i)), wanted.detach())
+        torch.testing.assert_close(pair.step(*text(i)), wanted.detach())
+        pair.plain.zero_grad()
+        wanted.backward()
+        pair.plain.step()
+    torch.testing.assert_close(dict(pair.model.state_dict()), dict(pair.twin.state_dict()))
+
+
 def test_a_loss_alone_leaves_the_output_of_the_model():
     pair = both(mlp, sgd(), cross_entropy, outputs=True)
     x, y = rows(0)
@@ -164,6 +177,8 @@ def test_messages():
         refused(measured, named={"outputs": True}),
         refused(nn.CrossEntropyLoss),
     ]
+    model = NanoGPT()
+    texts += [refused(None, text(0)[:1]), refused(None, text(0)[:1], outputs=True)]
     golden("refusal_outputs", "\n\n".join(texts))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from mycel.errors import TrainError
 from mycel.plan.cluster import Cluster
 from mycel.train import assemble, labelled, metrics
 from mycel.train.documents import FIELDS
+from mycel.train.export import byte_tokenizer
 from mycel.train.labelled import dpo_loss
 from mycel.train.loop import train
 from mycel.train.models import Head, build
@@ -103,6 +105,51 @@ def test_a_task_that_the_data_is_plainly_for_need_not_be_said(files, disk, name,
     asked = [question(of_task(files, disk, said, data, model), Cluster.read("h100x1")) for said in ("auto", task)]
     batches = [each.batch for each in asked]
     assert batches[0] == batches[1] != []
+
+
+def test_chats_are_learnt_by_their_answers(tmp_path, disk):
+    """What people say is drawn and stays unknown; the answers are learnt, and given when one asks."""
+    template = (
+        "{% for m in messages %}{{ '<' + m.role[0] + '>' + m.content + ';' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<a>' }}{% endif %}"
+    )
+    words, draw = tmp_path / "words", random.Random(0)
+    byte_tokenizer(words, 64)
+    told = json.loads((words / "tokenizer_config.json").read_text())
+    (words / "tokenizer_config.json").write_text(json.dumps({**told, "chat_template": template}))
+    (words / "chat_template.jinja").unlink(missing_ok=True)
+
+    def chat() -> list[dict[str, str]]:
+        asked = ["".join(draw.choices("abcdefgh", k=6)) for _ in range(2)]
+        turns = [("user", asked[0]), ("assistant", "aye"), ("user", asked[1]), ("assistant", "aye aye")]
+        return [{"role": role, "content": text} for role, text in turns]
+
+    chats = {name: [chat() for _ in range(count)] for name, count in (("train", 40), ("held", 8))}
+    for name, rows in chats.items():
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    data = {"train": str(tmp_path / "train.jsonl"), "validation": str(tmp_path / "held.jsonl")}
+    chosen = config(
+        disk, tmp_path / "run", model={"config": {**LLAMA, "attention_dropout": 0.0}}, export=True,
+        data={**data, "tokenizer": str(words), "length": 48, "pack": False, "cache": str(tmp_path / "cache")},
+        train={"task": "sft", "steps": 60, "batch": 8}, evaluate={"every": 60, "batches": 9}, optimizer={"lr": 3e-2},
+    )  # fmt: skip
+    assert train(chosen) == 0
+    model = hf.AutoModelForCausalLM.from_pretrained(chosen.run / "model").eval()
+    nats: dict[bool, list[float]] = {True: [], False: []}
+    for row in chats["held"]:
+        pieces = [(f"<{m['role'][0]}>", m["content"] + ";", m["role"] == "assistant") for m in row]
+        text = "".join(mark + said for mark, said, _ in pieces)
+        answers = [mine for mark, said, mine in pieces for mine in [False] * len(mark) + [mine] * len(said)]
+        ids = torch.tensor([list(text.encode())])
+        with torch.no_grad():
+            each = F.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
+        for loss, mine in zip(each.tolist(), answers[1:], strict=True):
+            nats[mine].append(loss)
+    learnt, unknown = (sum(nats[mine]) / len(nats[mine]) for mine in (True, False))
+    validation = [r["validation"] for r in metrics.read(chosen.run) if r.get("validation") is not None][-1]
+    assert validation == pytest.approx(learnt, rel=1e-4) and learnt < 0.3 and unknown > 2, (learnt, unknown)
+    asked = ["--chat", "--prompt", "hgfedc", "--tokens", "4", "--temperature", "0"]
+    assert CliRunner().invoke(app, ["generate", str(chosen.run), *asked]).stdout == "aye;\n"
 
 
 def test_texts_with_labels_are_not_silently_read_as_texts(files, disk):

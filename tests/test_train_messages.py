@@ -246,14 +246,16 @@ def test_a_plan_that_leaves_most_of_a_model_whole_says_so():
 
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     notes = []
-    for kind in (hf.MambaConfig, hf.LlamaConfig):
+    for kind in (hf.MambaConfig, hf.LlamaConfig, hf.MixtralConfig):
         with torch.device("meta"):
             model = hf.AutoModelForCausalLM.from_config(kind(**sizes, vocab_size=32))
         plan = Plan.read("tp", Mesh(tp=2))
         held = ShardedModel(model, torch.optim.SGD(model.parameters()), plan)
         team = SimpleNamespace(plan=plan, name="tp")
         notes.append(_left_whole(SimpleNamespace(team=team, step=SimpleNamespace(parts=held))))
-    assert notes[1] == []
+    assert notes[1] == notes[2] == []
+    share, whole = held.left_whole()  # of Mixtral: experts are split, routers are not
+    assert share < 0.05 and whole and all(name.endswith("gate.weight") for name in whole), (share, whole)
     golden("told_left_whole", notes[0][0])
 
 

@@ -513,12 +513,37 @@ class Launched:
         return (self.folder / "out.txt").read_text()
 
 
+def train_by_two(disk: Path, folder: Path, *more: str, model: dict = MODEL) -> subprocess.CompletedProcess[str]:
+    """`mycel train` with two ranks, to its end."""
+    (folder / "my.yaml").write_text(dump(config(disk, folder / "run", model=model, **QUIET)))
+    command = [sys.executable, "-m", "mycel", "train", "my.yaml", "--nproc", "2", *more]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder), "MYCEL_TIMEOUT": "60"}
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_the_axis_of_a_plan_is_all_ranks(disk, tmp_path, alone):
+    """Without a mesh: of tp two ranks are two along tp, and the losses are those of one process."""
+    ran = train_by_two(disk, tmp_path, "parallel.plan=tp", f"train.steps={STEPS}")
+    assert ran.returncode == 0 and "2 ranks, Mesh(tp=2); plan tp" in ran.stdout, ran.stderr
+    assert losses(tmp_path / "run") == pytest.approx(losses(alone), rel=1e-5)
+    saved = load(latest(tmp_path / "run" / "checkpoints")).plan
+    assert saved is not None and "tp: 2" in str(saved) and "o_proj" in str(saved), saved
+
+
+def test_experts_of_mixtral_are_split_by_tp(disk, tmp_path):
+    """What is left whole is said where it is much: here it is not."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config_ = {**sizes, "model_type": "mixtral", "num_key_value_heads": 2, "num_local_experts": 4, "vocab_size": 258}
+    model = {"config": {**config_, "bos_token_id": 256, "eos_token_id": 257}}
+    assert train(config(disk, tmp_path / "one", model=model, **{**QUIET, "train": {"steps": 3}})) == 0
+    ran = train_by_two(disk, tmp_path, "parallel.plan=tp", "train.steps=3", model=model)
+    assert ran.returncode == 0 and "whole on every rank" not in ran.stdout, (ran.stdout, ran.stderr)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
 def test_a_mistake_is_said_once(disk, tmp_path):
     """By the rank that comes to it first; how that rank ended says no more."""
-    (tmp_path / "my.yaml").write_text(dump(config(disk, tmp_path / "run", model=MODEL, **QUIET)))
-    command = [sys.executable, "-m", "mycel", "train", "my.yaml", "--nproc", "2", "data.train=nowhere.txt"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path), "MYCEL_TIMEOUT": "60"}
-    ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
+    ran = train_by_two(disk, tmp_path, "data.train=nowhere.txt")
     said = f"error: no such data file: nowhere.txt\n  at        {tmp_path}\n"
     assert ran.returncode == 1 and ran.stderr.count("error") == 1 and said in ran.stderr, ran.stderr
     assert "exit code" not in ran.stderr

@@ -7,8 +7,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from difflib import get_close_matches
+from itertools import chain
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import torch
@@ -250,19 +251,26 @@ def _weights(module: nn.Module, folder: Path) -> Path:
 
 
 def _program(given: TrainedModel, folder: Path) -> Path:
-    """The forward pass for one sequence of the run's length, or one image: logits out; weights are its inputs."""
+    """The forward pass for one sequence of the run's length, or one image: logits out; weights and buffers are its
+    inputs, and lie beside it under the names that these have."""
+    from safetensors.torch import save_file
+
     assert given.config is not None
     module: Any = given.module.eval()
     takes = inspect.signature(module.forward).parameters
     options = {"use_cache": False} if "use_cache" in takes else {}
+    logits_of = MethodType(lambda self, **batch: self(**batch, **options).logits, module)  # names are the module's own
     if "input_ids" in takes:
         ids = torch.zeros(1, given.config.data.length, dtype=torch.int64)
         more = {"decoder_input_ids": ids.clone()} if module.config.is_encoder_decoder else {}
-        program = capture(lambda **batch: module(**batch, **options).logits, input_ids=ids, **more)
+        program = capture(logits_of, input_ids=ids, **more)
     else:
         size = image_settings(given.config.model.path, module.config)["size"]
         pixels = torch.zeros(1, 3, size, size)
-        program = capture(lambda **batch: module(**batch, **options).logits, pixel_values=pixels)
-    _weights(given.module, folder)
+        program = capture(logits_of, pixel_values=pixels)
+    held = dict(chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)))
+    inputs = {v.name: held[v.name] for v in program.inputs if program.role(v).kind != "batch"}
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({n: x.detach().contiguous() for n, x in inputs.items()}, folder / "model.safetensors")
     program.save(folder / "program.safetensors")
     return folder / "program.safetensors"
