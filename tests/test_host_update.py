@@ -22,7 +22,8 @@ from test_step_memory import Live
 
 from mycel import Mesh, Plan, Program, lower
 from mycel.errors import IRError, PlanError, RunError
-from mycel.ir import DEVICE, HOST, Layout, host_bytes
+from mycel.ir import DEVICE, HOST, Layout, arenas, host_bytes
+from mycel.ops import o
 from mycel.ops.space import settle_hosts
 from mycel.parts import ShardedModel
 from mycel.plan import CPU, Clock, Offloaded, StreamedInput, clock, travels
@@ -147,11 +148,27 @@ def test_a_step_updated_on_the_host_is_the_same_step(settings):
     assert 0 < step.skipped < 8 if settings.get("precision") == "fp16" else not step.skipped
     matrices = {name for name, p in step.model.named_parameters() if p.ndim > 1}
     assert {f"model.{name}" for name in matrices} == set(step.plan.decided.moved.updated)
-    moved = {next(e.vars).name for e in step.program.main.eqns if e.op.name == "begin_move"}
+    moved = {next(e.vars).name for e in step.program.main.eqns if e.op is o.begin_move}
     state = [v for v in step.program.inputs_of("state") if step.program.role(v).of in matrices]
     assert state and all(v.type.space == HOST and v.name not in moved for v in state), "state stays where it is"
     on_host = [e.on_host for e in step.program.main.eqns]
     assert on_host == sorted(on_host), "what the host does comes last"
+
+
+def test_nothing_is_brought_where_an_update_of_the_step_before_may_still_read():
+    step, _ = trained(UPDATED)
+    block, arena = step.program.main, arenas(step.program)[step.program.entry]
+    begun = {e.outputs[0]: i for i, e in enumerate(block.eqns) if e.op is o.begin_move}
+    places = {  # on the host, by value
+        e.outputs[0]: range(at, at + e.outputs[0].type.bytes)
+        for e in block.eqns
+        if e.op is o.finish_move and (at := arena.at.get(begun[next(e.vars)])) is not None
+    }
+    read = {v for e in block.eqns if e.on_host for v in e.vars if v in places}
+    assert any(v.ndim > 1 for v in read) and len(read) < len(places), "gradients, and others"
+    for v, mine in places.items():
+        others = [w for w, other in places.items() if w is not v and mine.start < other.stop and other.start < mine.stop]
+        assert not (others if v in read else read.intersection(others)), v.name
 
 
 def test_peaks_are_as_predicted_and_the_plan_reads_back():

@@ -4,8 +4,9 @@
               h1      ├───────────┤
               h2                 ├────┤
 
-A value is there from where its move begins to its last use.  What replaces an input that lies on the host is written
-over that input, and takes nothing more.
+A value is there from where its move begins to its last use; what an update on the host reads, whose results nobody in
+the step waits for, all the time: the host may be at it when the next step brings its first values.  What replaces an
+input that lies on the host is written over that input, and takes nothing more.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ def _spans(program: Program, name: str) -> tuple[dict[int, tuple[int, int, int]]
             pairs = zip(eqn.inputs, eqn.outputs, strict=False)
             ends.update((x, max(ends[x], ends[y])) for x, y in pairs if isinstance(x, Var) and x in ends)
     replaced = _replaced(program, block) if name == program.entry else {}
+    awaited = {v for eqn in block.eqns if not eqn.on_host for v in eqn.vars}
+    late = {v for eqn in block.eqns if eqn.on_host and awaited.isdisjoint(eqn.outputs) for v in eqn.vars}
     over: dict[int, Var] = {}
     spans: dict[int, tuple[int, int, int]] = {}
     for eqn in block.eqns:
@@ -56,7 +59,8 @@ def _spans(program: Program, name: str) -> tuple[dict[int, tuple[int, int, int]]
             if host in replaced and ends[replaced[host]] < start:
                 over[start] = replaced[host]
             else:
-                spans[start] = (start, ends[host], rounded(host.type.bytes))
+                first, last = (0, len(block.eqns)) if host in late else (start, ends[host])
+                spans[start] = (first, last, rounded(host.type.bytes))
     return spans, over
 
 
