@@ -167,7 +167,9 @@ def test_nothing_is_brought_where_an_update_of_the_step_before_may_still_read():
     read = {v for e in block.eqns if e.on_host for v in e.vars if v in places}
     assert any(v.ndim > 1 for v in read) and len(read) < len(places), "gradients, and others"
     for v, mine in places.items():
-        others = [w for w, other in places.items() if w is not v and mine.start < other.stop and other.start < mine.stop]
+        others = [
+            w for w, other in places.items() if w is not v and mine.start < other.stop and other.start < mine.stop
+        ]
         assert not (others if v in read else read.intersection(others)), v.name
 
 
