@@ -30,6 +30,7 @@ from mycel.ops.space import HOST_SPACES, LIVING, like
 from mycel.sizes import shown
 
 UNKNOWN = 1 << 62  # bytes
+OTHER_CORES = 2  # that updates on the host leave to others
 
 
 # bytes that a rank is about to take of its host -> what all ranks there have taken, and what was free when they began
@@ -47,7 +48,7 @@ class HostSpace:
         self._pinned: list[int] = []
         self._on_the_way: dict[int, Any] = {}  # the last copy to an address of the host
         self._updates: list[PendingUpdate] = []  # that have been given to the thread
-        self._thread = ThreadPoolExecutor(1, "mycel host update") if device.type == "cuda" else None
+        self._thread = update_thread() if device.type == "cuda" else None
         LIVING.add(self)
         if device.type == "cuda":
             self.leaving, self.coming = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -214,6 +215,14 @@ class PendingUpdate:
 
     def overlaps(self, others: Sequence[tuple[int, int]]) -> bool:
         return any(a < d and c < b for a, b in self.spans for c, d in others)
+
+
+def update_thread() -> ThreadPoolExecutor:
+    """A thread for updates on the host.  It leaves cores to whoever asks the device for kernels and to what drives its
+    copies: an update is as fast as the last of its cores, and one that is shared holds up all."""
+    return ThreadPoolExecutor(
+        1, "mycel host update", torch.set_num_threads, (max(1, torch.get_num_threads() - OTHER_CORES),)
+    )
 
 
 def _span(x: torch.Tensor) -> tuple[int, int]:

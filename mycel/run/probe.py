@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import os
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -30,6 +31,7 @@ from mycel.ops.conv import channels_last
 from mycel.ops.sdpa import counted
 from mycel.run.allocator import keep_freed_memory
 from mycel.run.brief_probe import KERNELS, small_operators
+from mycel.run.host_space import update_thread
 from mycel.run.processes import Processes, world
 from mycel.run.rendezvous import seat
 
@@ -371,10 +373,12 @@ class Probe:
             copies()
         for (_, ended), stream in zip(events, streams, strict=True):
             ended.record(stream)
-        began, updates, updated_s = time.perf_counter(), 0, 0.0
-        while not all(ended.query() for _, ended in events):  # not waiting for the device, which would take a core
-            update()
-            updates, updated_s = updates + 1, time.perf_counter() - began
+        is_over = threading.Event()
+        updating = update_thread().submit(_repeated, update, is_over)
+        while not all(ended.query() for _, ended in events):  # a core is busy, as in a step
+            pass
+        is_over.set()
+        updates, updated_s = updating.result()
         copied_s = max(started.elapsed_time(ended) for started, ended in events) * 1e-3
         return self._mean(updates * size / updated_s), self._mean(often * self.sizes["memory"][-1] / copied_s)
 
@@ -469,6 +473,15 @@ class Probe:
             self._wait()
             times.append(time.perf_counter() - started)
         return self._mean(self._typical(times))
+
+
+def _repeated(fn: Callable[[], None], is_over: threading.Event) -> tuple[int, float]:
+    """How often it ran until then, and the seconds that took."""
+    began, count = time.perf_counter(), 0
+    while not is_over.is_set():
+        fn()
+        count += 1
+    return count, time.perf_counter() - began
 
 
 def _short(x: float) -> float:
