@@ -9,8 +9,8 @@ read off the program of the loss, beside that of a batch twice as large (`transf
 means over things that do not grow alike from call to call cannot be weighed by one number: the first counts, with a
 warning.
 
-The update is torch's (`torch_update.py`), on whole parameters.  Where all of a batch is at hand at once, `accumulate=k`
-is faster.
+The update is torch's (`torch_update.py`), on whole parameters; of parts it is a program (`step/applying.py`).  Where
+all of a batch is at hand at once, `accumulate=k` is faster.
 """
 
 from __future__ import annotations
@@ -50,17 +50,15 @@ class Accumulation:
             else:
                 self.sums[p] = g * weight
 
-    def mean(self) -> tuple[list[tuple[torch.nn.Parameter, torch.Tensor]], torch.Tensor]:
-        """Of all calls since the last time, which are then forgotten; and its norm."""
+    def mean(self) -> dict[torch.nn.Parameter, torch.Tensor]:
+        """Of all calls since the last time, which are then forgotten."""
         if not self.weights:
             raise TrainError("there is nothing to apply\n  try       step.accumulate(batch) before")
         self._compare()
         whole = sum(w[0] for w in self.weights if w) or 1.0
-        gradients = [(p, total.div_(whole)) for p, total in self.sums.items()]
+        gradients = {p: total.div_(whole) for p, total in self.sums.items()}
         self.sums, self.weights = {}, []
-        norms = [torch.linalg.vector_norm(g) for _, g in gradients]
-        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
-        return gradients, norm
+        return gradients
 
     def _compare(self) -> None:
         """A warning where terms of the loss weigh the calls differently."""
@@ -72,6 +70,12 @@ class Accumulation:
                 "accumulate: the loss is a mean over several things, of which calls have unequal shares: they are "
                 "weighed by the first\n  try       calls of one size, or train_step(…, accumulate=k)",
             )
+
+
+def norm_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Of all of them, which are whole."""
+    norms = [torch.linalg.vector_norm(g) for g in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
 @dataclass

@@ -28,15 +28,17 @@ def warn_of_torch(optimizer: torch.optim.Optimizer, why: str) -> None:
     )
 
 
-def refuse_split(optimizer: torch.optim.Optimizer, plan: Plan, split: Iterable[str]) -> None:
-    """An update that is not known may look at a whole parameter: PlanError where ranks hold parts."""
+def refuse_split(optimizer: torch.optim.Optimizer, why: str, plan: Plan, split: Iterable[str]) -> None:
+    """An update that is not part of the program may look at a whole parameter: PlanError where ranks hold parts."""
     name = next(iter(split), None)
     if name is None and not plan.zero:
         return
     what = f"the plan splits {name}" if name is not None else f"zero {plan.zero} splits its state"
+    other = f"one of {', '.join(known_names())}" if paragraph(optimizer) is None else "an optimizer without that"
     raise PlanError(
         f"{name_of(optimizer)} runs as it is, on whole parameters, but {what}\n"
-        f"  try       a plan that splits the batch alone, such as dp, or one of {', '.join(known_names())}"
+        f"  because   {why}\n"
+        f"  try       a plan that splits the batch alone, such as dp, or {other}"
     )
 
 

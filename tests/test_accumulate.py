@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 import mycel
 from mycel.ir import Mesh
+from mycel.launch import launch
 from mycel.plan import Plan
 from mycel.run import interpret
 
@@ -402,3 +404,13 @@ def test_means_over_different_things_are_told_of():
     step.accumulate(x, torch.tensor([0, -100, -100, -100]))
     with pytest.warns(UserWarning, match="mean over several things"):
         step.apply()
+
+
+@pytest.mark.slow
+def test_calls_are_one_batch_on_ranks(tmp_path):
+    """In two processes, under dp, ZeRO and tp, also of parameters in parts; hooks; what is refused is said alike."""
+    child, env = str(Path(__file__).parent / "accumulate_child.py"), {"OMP_NUM_THREADS": "1", "MYCEL_TIMEOUT": "60"}
+    assert launch([str(tmp_path)], 2, program=[child], env=env, logs=tmp_path / "logs") == 0
+    texts = [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)]
+    assert texts[0] == texts[1]
+    golden("refusal_of_parts", texts[0])

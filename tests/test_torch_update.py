@@ -267,7 +267,7 @@ def test_messages():
     optimizer = Whitened(model.parameters())
     for plan, split in ((Plan(Mesh(tp=2)), ["weight"]), (Plan(Mesh(dp=2), batch=["dp"], zero=1, over=("dp",)), [])):
         with pytest.raises(PlanError) as plain:
-            refuse_split(optimizer, plan, split)
+            refuse_split(optimizer, "Mycel has no rule for it", plan, split)
         texts.append(str(plain.value))
     golden("refusal_optimizers", "\n\n".join(texts))
 

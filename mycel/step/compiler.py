@@ -178,7 +178,7 @@ class StepCompiler:
         lossy."""
         given = self._given()
         with meshed(given.inside.replica.mesh if self.written is not None else None):
-            body = self._recipe().loss_and_gradients(args, kwargs, data)
+            body = self._gradients(args, kwargs, data)
         choices = given.compressions()
         tried = []
         for choice in choices:
@@ -210,18 +210,20 @@ class StepCompiler:
         was, self.for_ranks = self.for_ranks, True
         try:
             with meshed(self.written.inside.replica.mesh if self.written is not None else None):
-                body = self._recipe().loss_and_gradients(args, kwargs, (args, kwargs))
+                body = self._gradients(args, kwargs, (args, kwargs))
                 return self._whole(body, self._given().replica)
         finally:
             self.for_ranks = was
 
-    def _recipe(self) -> Recipe:
+    def _gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments) -> UnshardedStep:
+        """The program of loss and gradients, for such a batch."""
         s = self.settings
         changed: Callable[[Captured], Captured] = self.loads.seen.added if s.expert_load else lambda captured: captured
-        return Recipe(
+        recipe = Recipe(
             self.model, self.optimizer, self.whole_fn, s, self.device, self.written, self.updating.by_rule,
             self.for_ranks, self.parts is None, self.planned_for, changed,
         )  # fmt: skip
+        return recipe.loss_and_gradients(args, kwargs, data)
 
     def _whole(
         self, body: UnshardedStep, given: plan.Plan, pending_errors: Mapping[str, str] | None = None

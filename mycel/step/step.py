@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mycel import plan, torch_update
-from mycel.accumulation import Accumulation, CallWeights
+from mycel.accumulation import Accumulation, CallWeights, norm_of
 from mycel.buckets import CompiledSizes
 from mycel.capture import MISS, TRACING, Captured, changed, make_room
 from mycel.capture import capture as capture_call
@@ -23,8 +23,9 @@ from mycel.forward import Forward, device_of, evaluating
 from mycel.ir import Program, walk
 from mycel.objective import objective
 from mycel.outer_steps import TAKEN
-from mycel.parts import roles_of
+from mycel.parts import UnshardedStep, roles_of
 from mycel.run import Span, recording, without_collector
+from mycel.step.applying import OnSums, given_gradients
 from mycel.step.auto_plan import Undecided
 from mycel.step.compiled_step import CompiledStep
 from mycel.step.compiler import StepCompiler
@@ -52,6 +53,7 @@ class Step(StepCompiler):
         super().__init__(model, optimizer, loss, settings, written, undecided)
         self._evaluation: Forward | None = None
         self._adding: _Adding | None = None
+        self._applying: dict[tuple[int, ...], _Applying] = {}  # by the parameters that have gradients
         self._compiled_sizes = CompiledSizes()
         self._compiled_values = CompiledValues()
         self.traced: StepTrace | None = None  # the last step that was
@@ -107,18 +109,29 @@ class Step(StepCompiler):
 
     def apply(self) -> None:
         """A step with the weighted mean of the gradients since the last; skipped if it is not finite."""
-        gradients, norm = (self._adding.updating.sums if self._adding is not None else Accumulation()).mean()
-        self.grad_norm = norm
+        gradients = (self._adding.updating.sums if self._adding is not None else Accumulation()).mean()
         self.steps += 1
+        if self.parts is not None and self._adding is not None and self._adding.updating.in_parts(self.parts):
+            self._apply_in_parts(gradients)
+            return
+        self.grad_norm = norm = norm_of(gradients.values())
         with torch.no_grad():
             if torch.isfinite(norm):
-                torch_update.update(self.optimizer, gradients, self.settings.clip_norm, self.settings.clip_value)
+                settings = self.settings
+                torch_update.update(self.optimizer, gradients.items(), settings.clip_norm, settings.clip_value)
             else:
                 self._counters.on(norm.device, "skipped").add_(1)
-        for p, g in gradients:
+        for p, g in gradients.items():
             p.grad = g if self.settings.grads else None
         if self.outer is not None:
             self.outer.after_step()
+
+    def _apply_in_parts(self, gradients: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+        key = tuple(map(id, gradients))
+        if key not in self._applying:
+            self._applying[key] = _Applying(self, [*gradients])
+        self._applying[key].apply_to(gradients)
+        self.grad_norm = self._applying[key].grad_norm
 
     def __deepcopy__(self, memo: Any) -> Step:
         raise TrainError(
@@ -411,10 +424,7 @@ class _Adding(Step):
 
     def __init__(self, of: Step) -> None:
         settings = replace(of.settings, clip_norm=None, clip_value=None, buckets=None, expert_load=False)
-        written = of.written  # the mean of gradients is what counts
-        sync = written.sync if written is not None and written.synced() else {}
-        exact = replace(written, compress={}, sync=sync) if written is not None else None
-        super().__init__(of.model, of.optimizer, None, settings, exact)
+        super().__init__(of.model, of.optimizer, None, settings, _exact(of.written))
         self.fn, self.whole_fn, self.parts, self._loss = of.fn, of.whole_fn, of.parts, of._loss
         self.updating = AddingUp(of.model, of.optimizer, settings)
         self._weigh = CallWeights(self._whole_loss, lambda captured: trained(captured, of.optimizer).values())
@@ -438,3 +448,30 @@ class _Adding(Step):
                 data=data,
                 strict=self.settings.strict,
             )
+
+
+class _Applying(Step):
+    """The update of a step that left it to us: of the gradients of these parameters."""
+
+    updating: OnSums
+
+    def __init__(self, of: Step, params: Sequence[torch.nn.Parameter]) -> None:
+        settings = replace(of.settings, accumulate=1, outputs=False, buckets=None, expert_load=False)
+        super().__init__(of.model, of.optimizer, None, settings, _exact(of.written))
+        self.parts, self._counters, self.params = of.parts, of._counters, params
+        self.updating = OnSums(of.model, of.optimizer, settings)
+
+    def _gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments) -> UnshardedStep:
+        return given_gradients(self.model, self.optimizer, self.params)
+
+    def apply_to(self, gradients: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+        """The update, which leaves gradients in parameters where they are asked for."""
+        self.updating.sums = gradients
+        self()
+
+
+def _exact(written: plan.Plan | None) -> plan.Plan | None:
+    """A plan whose gradients are sent as they are: the mean of them is what counts."""
+    if written is None:
+        return None
+    return replace(written, compress={}, sync=written.sync if written.synced() else {})

@@ -30,16 +30,20 @@ class Updating:
 
     def choose(self) -> None:
         """Is the update part of the program, or torch's?  The latter is said once."""
-        why = optimizers.without_rule(self.optimizer) or optimizers.left_to_torch(self.model, self.optimizer)
+        why = self.why_torch()
         self.by_rule = not why
         if why and not self._told:
             self._told = True
             torch_update.warn_of_torch(self.optimizer, why)
 
+    def why_torch(self) -> str:
+        """Why torch has to take the update; empty: nothing."""
+        return optimizers.without_rule(self.optimizer) or optimizers.left_to_torch(self.model, self.optimizer)
+
     def refuse_split(self, parts: ShardedModel) -> None:
         """PlanError where torch would take the update of parts."""
         if not self.by_rule:
-            torch_update.refuse_split(self.optimizer, parts.plan, _split(parts))
+            torch_update.refuse_split(self.optimizer, self.why_torch(), parts.plan, _split(parts))
 
     def gradient(self, p: torch.nn.Parameter, name: str) -> torch.Tensor:
         """Where the program puts the gradient of a parameter."""
@@ -82,12 +86,18 @@ class AddingUp(Updating):
     def choose(self) -> None:
         """Not here."""
 
+    def in_parts(self, parts: ShardedModel) -> bool:
+        """Do ranks hold parts of what is updated?"""
+        return bool(_split(parts) or parts.plan.zero)
+
     def refuse_split(self, parts: ShardedModel) -> None:
-        name = next(iter(_split(parts)), None)
-        if name is not None or parts.plan.zero:
-            what = f"the plan splits {name}" if name is not None else f"zero {parts.plan.zero} splits its state"
+        plan, in_parts = parts.plan, self.in_parts(parts)
+        if in_parts and (why := self.why_torch()):
+            torch_update.refuse_split(self.optimizer, why, plan, _split(parts))
+        apart = {"stages": plan.is_pipeline, "place": bool(plan.place), "sync": in_parts and plan.synced() is not None}
+        if kind := next((name for name, is_there in apart.items() if is_there), ""):
             raise PlanError(
-                f"step.apply() takes the update of whole parameters, but {what}\n"
+                f"step.accumulate adds up gradients of ranks that step together, which they do not with {kind}\n"
                 "  try       train_step(…, accumulate=k): parts of one large batch, under any plan"
             )
 
@@ -96,5 +106,6 @@ class AddingUp(Updating):
 
 
 def _split(parts: ShardedModel) -> list[str]:
-    """Trained parameters that ranks hold parts of."""
-    return [name for name in parts.stored if not parts.layouts[name].is_whole]
+    """Trained parameters that ranks hold parts of, in the order of the model: all ranks name the same."""
+    stored = {name for name in parts.stored if not parts.layouts[name].is_whole}
+    return [name for name, _ in parts.model.named_parameters() if name in stored]
