@@ -1,5 +1,6 @@
 """What a rank does in the test of a step's state:  python step_state_child.py FOLDER.  It asks a model in parts for all
-that one asks a model for, beside torch on the whole."""
+that one asks a model for, beside torch on the whole.  With `transformers` behind it: it exports and saves one of
+theirs."""
 
 from __future__ import annotations
 
@@ -137,6 +138,32 @@ def local_outputs(count: int) -> None:
         alike((outputs["mean"], outputs["signs"]), (wanted["mean"], wanted["signs"]))
 
 
+LLAMA = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 32,
+}  # fmt: skip
+IDS = torch.arange(24).reshape(4, 6) * 7 % 32
+
+
+def of_transformers(folder: Path) -> None:
+    """Two steps, the loss of the model then, its folder and a checkpoint."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    for plan, axis in (("zero3", "dp"), ("tp", "tp")):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**LLAMA))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        step = mycel.train_step(model, optimizer, compile=False, plan=plan, mesh=Mesh({axis: 2}))
+        for _ in range(2):
+            step(input_ids=IDS, labels=IDS)
+        assert sum(not layout.is_whole for layout in step.parts.layouts.values()) > 10
+        loss = float(step.evaluate(input_ids=IDS, labels=IDS))
+        step.export(folder / plan)
+        step.save(folder / f"{plan}-saved")
+        if seat().rank == 0:
+            (folder / f"{plan}.txt").write_text(repr(loss))
+
+
 PADDED = [
     {"mesh": {"dp": 2}, "batch": ["dp"], "zero": "3 over dp"},
     {"mesh": {"tp": 2}, "parameters": {"0.weight": ["tp", "-"], "1.weight": ["tp", "-"], "1.bias": ["tp"]}},
@@ -174,4 +201,4 @@ def padded(plan) -> None:
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(100, exit=True)  # no test waits for ever
-    main(Path(sys.argv[1]))
+    (of_transformers if sys.argv[2:] == ["transformers"] else main)(Path(sys.argv[1]))

@@ -10,11 +10,12 @@ import pytest
 import torch
 from golden import golden
 from optimising import EightBit, Shampoo, Whitened, rows, small, trained
-from stepping import bitwise, both
+from stepping import bitwise, both, plain_step
 
 import mycel
 from mycel.errors import CheckpointError, TrainError
 from mycel.launch import launch
+from mycel.run.torch_checkpoint import CheckpointReader
 
 
 def test_in_two_processes(tmp_path):
@@ -22,6 +23,35 @@ def test_in_two_processes(tmp_path):
     env = {"OMP_NUM_THREADS": "1", "MYCEL_TIMEOUT": "60"}
     assert launch([str(tmp_path)], 2, program=[child], env=env, logs=tmp_path / "logs") == 0
     golden("refusal_in_parts", (tmp_path / "told.txt").read_text())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled", "ignore:TypedStorage")
+def test_what_ranks_have_in_parts_is_read_by_others(tmp_path):
+    """transformers reads the folder that two ranks export, torch.distributed.checkpoint the one they save: of the loss
+    that the ranks had, and that torch has after the same steps."""
+    import torch.distributed.checkpoint as dcp
+    from step_state_child import IDS, LLAMA
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    child, env = str(Path(__file__).parent / "step_state_child.py"), {"OMP_NUM_THREADS": "1", "MYCEL_TIMEOUT": "60"}
+    assert launch([str(tmp_path), "transformers"], 2, program=[child], env=env, logs=tmp_path / "logs") == 0
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM(LlamaConfig(**LLAMA))
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.02)
+    for _ in range(2):
+        plain_step(plain, optimizer, {"input_ids": IDS, "labels": IDS})
+    loss_of = lambda model: float(model.eval()(input_ids=IDS, labels=IDS).loss)
+    for plan in ("zero3", "tp"):
+        loss = float((tmp_path / f"{plan}.txt").read_text())
+        exported, read = AutoModelForCausalLM.from_pretrained(tmp_path / plan), LlamaForCausalLM(LlamaConfig(**LLAMA))
+        assert loss == pytest.approx(loss_of(exported), rel=1e-6) and loss == pytest.approx(loss_of(plain), rel=1e-4)
+        name = "model.layers.1.mlp.down_proj.weight"
+        state = {"model": read.state_dict(), f"optimizer.{name}.exp_avg": torch.empty(16, 24)}
+        dcp.load(state, storage_reader=CheckpointReader(tmp_path / f"{plan}-saved"), no_dist=True)
+        read.load_state_dict(state["model"])
+        assert bitwise(dict(read.state_dict()), dict(exported.state_dict()))
+        moment = optimizer.state[plain.get_parameter(name)]["exp_avg"]
+        torch.testing.assert_close(state[f"optimizer.{name}.exp_avg"], moment, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:.*runs as it is")
