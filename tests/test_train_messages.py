@@ -33,13 +33,16 @@ def refused(given: Config, kind: type[MycelError], **more: object) -> str:
     return str(error.value)
 
 
+def notes_in(output: str, words: str) -> str:
+    """The notes that a run prints with these words."""
+    notes = re.findall(r"^ *note: .*(?:\n  (?:at|try|known) .*)*", output, re.MULTILINE)
+    return "\n".join(note for note in notes if words in note)
+
+
 def test_a_budget_that_nothing_fits_is_told_in_settings(disk, tmp_path):
     text = refused(config(disk, tmp_path / "run", train={"memory": "64KiB"}), PlanError)
-    assert (
-        text.splitlines()[-1]
-        == ("  try       a smaller train.batch, which is one micro-batch, or a larger train.memory")
-        and "accumulate" not in text
-    )
+    golden("told_budget", re.sub(r"peak      .*", "peak      WHERE", text))
+    assert "accumulate" not in text
     assert not (tmp_path / "run").exists()
 
 
@@ -223,18 +226,19 @@ def test_the_mesh_of_a_ready_plan_is_its_axis(plan, count, axes):
 
 
 def test_a_plan_for_several_ranks_says_that_one_runs(disk, tmp_path, capsys):
-    for plan, says in (("zero3+tp", True), ("auto", False), (None, False)):
+    notes = {}
+    for plan in ("zero3+tp", "auto", None):
         assert train(config(disk, tmp_path / "run", parallel={"plan": plan}), dry_run=True) == 0
-        text = "note: parallel.plan is zero3+tp, but one process runs: nothing is split\n  try       --nproc N\n"
-        assert (text in capsys.readouterr().out) is says
+        notes[plan] = notes_in(capsys.readouterr().out, "one process runs")
+    assert not notes["auto"] and not notes[None]
+    golden("told_one_process", notes["zero3+tp"])
 
 
 def test_a_plan_over_several_axes_wants_a_mesh():
     assert _axes(Parallel(plan="zero3+tp"), 1) == {}
-    with pytest.raises(
-        PlanError, match=r"splits over dp and tp, .* 6 ranks .*\n.*\n  try       'parallel.mesh=\{dp: 3, tp: 2\}'"
-    ):
+    with pytest.raises(PlanError) as error:
         _axes(Parallel(plan="zero3+tp"), 6)
+    golden("told_axes_of_a_plan", str(error.value))
 
 
 def test_a_plan_that_leaves_most_of_a_model_whole_says_so():
@@ -284,8 +288,9 @@ def test_a_run_is_overwritten_when_asked_and_nothing_else_is(disk, finished, tmp
     shutil.copytree(finished, run)
     given = config(disk, run, train={"steps": 2})
     assert train(given, dry_run=True) == 0, "what would run is said, and that it would be refused"
-    assert "already holds a run" in capsys.readouterr().out and len(measured(run)) > 2
-    assert "--overwrite" in refused(given, CheckpointError)
+    note = notes_in(capsys.readouterr().out, "already holds a run")
+    assert len(measured(run)) > 2
+    golden("told_a_run_is_there", f"{note}\n\n{refused(given, CheckpointError)}".replace(str(tmp_path), "FOLDER"))
     written = ("trace.json", "schedule.html", expert_load.FILE, expert_load.PICTURE)
     for name in written:
         (run / name).write_text("of the run that was")
