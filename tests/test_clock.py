@@ -18,13 +18,14 @@ from mycel import lower, plan, transform
 from mycel.errors import PlanError
 from mycel.ir import DEVICE, GRAIN, OPS, Mesh, Program, Type, Var, check
 from mycel.ops import o
-from mycel.ops.overwriting import overwritten
+from mycel.ops.overwriting import is_view, overwritten
 from mycel.plan import CPU, Clock, Costs, Plan, clock
 from mycel.plan.clock import COMPUTE
 from mycel.plan.cost import TURNS
 from mycel.plan.hardware import KNOWN, Hardware, hardware_of, probed, rate
 from mycel.plan.kernels import moments
 from mycel.plan.links import Link, Links, fitted, message
+from mycel.plan.message_memory import message_memory
 from mycel.plan.step_memory import size
 from mycel.sizes import span
 
@@ -320,7 +321,7 @@ def brute_peak(program: Program) -> int:
         within = {eqns[i].outputs[-1]: eqns[i].inputs[k] for i, k in over[name].items()}
 
         def shows(v):
-            while v in within or (v in source and source[v].op.write is not None):
+            while v in within or (v in source and is_view(source[v])):
                 v = within[v] if v in within else source[v].inputs[0]
             return v
 
@@ -334,13 +335,18 @@ def brute_peak(program: Program) -> int:
             return first[v] <= i <= end
 
         source_at = {v: i for i, e in enumerate(eqns) for v in e.outputs}
+        ends = {source_at[e.inputs[0]]: i for i, e in enumerate(eqns) if e.op.name == "finish"}
+        messages = {i: message_memory(e, eqns[ends.get(i, i)].outputs, False) for i, e in enumerate(eqns)}
         peak = below
         for i, eqn in enumerate(eqns):
             here = sum(size(v) for v in first if shows(v) is v and lies(v) and alive(v, i))
-            peak = max(peak, below + here)
+            here += sum(m.on_the_way for k, m in messages.items() if k <= i <= ends.get(k, k))
+            own = [m.beginning for k, m in messages.items() if k == i]
+            own += [m.ending for k, m in messages.items() if ends.get(k, k) == i]
+            peak = max(peak, below + here + max([0, *own]))
             if eqn.op.name == "call":
-                own = sum(size(v) for v in eqn.outputs)
-                peak = max(peak, most(eqn.params["block"], below + here - own))
+                results = sum(size(v) for v in eqn.outputs)
+                peak = max(peak, most(eqn.params["block"], below + here - results))
         return peak
 
     return most(program.entry, sum(size(v) for v in program.inputs))

@@ -29,9 +29,9 @@ from hypothesis import strategies as st
 from mycel.errors import PlanError, RunError
 from mycel.ir.layout import Mesh
 from mycel.launch import launch
-from mycel.ops.collective import ALONE_BYTES
+from mycel.ops.collective import ALONE_BYTES, MESSAGE_BYTES
 from mycel.run import rendezvous
-from mycel.run.collectives import MESSAGE_BYTES, buckets
+from mycel.run.collectives import buckets
 from mycel.run.crossed_waits import Turn, crossed, debts
 from mycel.run.groups import SMALL_BYTES
 from mycel.run.processes import Processes, world

@@ -11,10 +11,10 @@ from test_search import of, tokens
 
 from mycel.errors import PlanError
 from mycel.ir import Mesh, Program, walk
+from mycel.ops.memory_sharing import gathered_into, given_away
 from mycel.parts import ShardedModel
 from mycel.plan import Plan
 from mycel.run.emit import emit
-from mycel.run.memory_sharing import gathered_into, given_away
 
 MIXED = {"*norm*": 1, "*.up_proj.weight": 2, "*.o_proj.weight": 0, "*": "3 over dp"}
 

@@ -6,6 +6,7 @@ summing          those of a scan's body that add to its carry in place
 summed           the carry that a scan sums so, from its start to its result in one memory
 starts           what a scan or loop carries into its first turn, and reads nowhere else
 families         for each value of a block those that may lie in the same memory
+is_view          is a result what its operand has in memory, or a part of that
 owned_results    of each block, the outputs that lie in memory of their own
 """
 
@@ -53,6 +54,16 @@ def may_share(eqn: Eqn) -> bool:
     its own part, the first rank's value, a sum over one rank.  Messages that are begun and finished apart are real
     ones, and bring new memory."""
     return eqn.op.write is not None or (eqn.op.by_rank and len(set(eqn.vars)) == 1)
+
+
+def is_view(eqn: Eqn) -> bool:
+    """Does its result show its first operand, whoever runs it?  Of a rank's own part also what is not shown is kept;
+    where the dim has no equal parts, it is padded first, and so copied."""
+    return eqn.op.write is not None or (
+        eqn.op is o.own_part
+        and isinstance(x := eqn.inputs[0], Var)
+        and x.shape[eqn.params["dim"]] % eqn.params["count"] == 0
+    )
 
 
 def families(program: Program) -> dict[str, dict[Var, list[Var]]]:

@@ -54,6 +54,7 @@ from mycel.ir import (
     walk,
 )
 from mycel.ops import o
+from mycel.ops.memory_sharing import NOTHING, WrittenInputs
 from mycel.ops.overwriting import Overwritten, overwritten
 from mycel.plan.cost import TURNS, Costs
 from mycel.plan.hardware import Hardware
@@ -183,7 +184,7 @@ class Clock:
     moves: bool = False  # between host and device
     _lines: dict[LinesKey, tuple[Block, list[Line]]] = field(default_factory=dict)  # with the block
     _held: dict[int, tuple[tuple[Var, ...], int]] = field(default_factory=dict)  # by id, with the inputs
-    _over: tuple[Program, Overwritten, dict[str, Hashable]] | None = None  # of the last program, and as keys
+    _over: tuple[Program, Overwritten, WrittenInputs, dict[str, Hashable]] | None = None  # of the last program
 
     @cached_property
     def streams(self) -> tuple[str, ...]:
@@ -241,19 +242,22 @@ class Clock:
 
     def lines(self, program: Program, name: str, compiled: bool) -> list[Line]:
         block = program.blocks[name]
-        key = (id(block), compiled, None if compiled else self._written_over(program)[1][name])
+        key = (id(block), compiled, None if compiled else self._written_over(program)[2][name])
         if key not in self._lines:
             self._lines[key] = (block, self._made(program, name, compiled))
         return self._lines[key][1]
 
-    def _written_over(self, program: Program) -> tuple[Overwritten, dict[str, Hashable]]:
-        """By block, which results are written over an operand; and that of it and of all blocks that it holds."""
+    def _written_over(self, program: Program) -> tuple[Overwritten, WrittenInputs, dict[str, Hashable]]:
+        """By block, which results are written over an operand; which of the entry, into inputs; and by block that of it
+        and of all blocks that it holds."""
         if self._over is None or self._over[0] is not program:
-            over, keys = overwritten(program), dict[str, Hashable]()
+            over, written, keys = overwritten(program), WrittenInputs.of(program), dict[str, Hashable]()
             for name in order(program):
                 held = {keys[ref] for eqn in program.blocks[name].eqns for ref in eqn.refs}
                 keys[name] = (tuple(over[name].items()), frozenset(held))
-            self._over = (program, over, keys)
+            into = tuple((i, *sorted(ks)) for i, ks in written.copied.items())
+            keys[program.entry] = (keys[program.entry], written.results, into)
+            self._over = (program, over, written, keys)
         return self._over[1:]
 
     def _made(self, program: Program, name: str, compiled: bool) -> list[Line]:
@@ -300,12 +304,14 @@ class Clock:
         if self.moves and block is program.main:
             _wait_for_host(lines, program)
             _slow_beside_updates(lines, self.hardware)
-        slow = self.hardware.widens
+        slow, is_gpu = self.hardware.widens, bool(self.hardware.memory)
         if compiled:  # what a compiler writes over an operand is not known
-            remember(lines, block, owners(program, name), there, moments(block, groups, there), slow)
+            remember(lines, block, owners(program, name), there, moments(block, groups, there), slow, is_gpu)
         else:
-            over, _ = self._written_over(program)
-            remember(lines, block, owners(program, name, over), None, range(len(lines)), slow)
+            over, written, _ = self._written_over(program)
+            mine = written if block is program.main else NOTHING
+            lying = owners(program, name, over, written=mine)
+            remember(lines, block, lying, None, range(len(lines)), slow, is_gpu, mine)
         return lines
 
 

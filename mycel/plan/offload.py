@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 from mycel.errors import PlanError, TrainError
 from mycel.ir import CONTROL, DEVICE, Block, Eqn, Program, Var, call, chains
+from mycel.ops import o
 from mycel.plan.hardware import Hardware
 from mycel.plan.step_memory import owners, size
 from mycel.sizes import parse_bytes
@@ -219,7 +220,8 @@ def absences(
     """Values of a block that may leave the device, activations between forward and backward, gradients between backward
     and update, in the order in which they are made: those alone in their memory, which nobody reads for longer than two
     copies take.  `sums`: gradients also between two backward steps, of which the second adds to them.  What is made of
-    nothing (the zeros that a sum begins with) would not be worth a copy."""
+    nothing (the zeros that a sum begins with) would not be worth a copy.  What a message carries stays until it has
+    come."""
     block = program.blocks[name]
     uses, owner = chains(block), owners(program, name).of
     alone = _alone(program, block)
@@ -236,15 +238,31 @@ def absences(
         if not any(True for _ in eqn.vars):
             continue
         reads = sorted({i for v in family for i in uses[v].uses})
-        gap = max(((times[b] - times[a], a, b) for a, b in zip([at, *reads], reads, strict=False)), default=(0.0, 0, 0))
+        sent = [(uses[token].defined, i) for i in reads if (token := _token_of(block.eqns[i])) is not None]
+        apart = [
+            (times[b] - times[a], a, b)
+            for a, b in zip([at, *reads], reads, strict=False)
+            if not any(begun <= a and b <= finished for begun, finished in sent)
+        ]
+        gap = max(apart, default=(0.0, 0, 0))
         before, use = gap[1], gap[2]
         if kind == "gradients" and block.eqns[use].phase != UPDATE and not sums:
             continue
         late = [v for v in family if any(i >= use for i in uses[v].uses) and uses[v].defined <= before]
-        if gap[0] > 2 * hardware.move_s(size(of)) and late == [of] and not any(uses[v].is_output for v in family):
-            candidates.append(Absence(of, at, before, use, kind))
+        if len(late) != 1 or any(uses[v].is_output for v in family):
+            continue
+        defined = uses[late[0]].defined  # of a rank's own part of a value, that is moved, and all of it is freed
+        is_moved = late[0] is of or block.eqns[defined].op is o.own_part
+        if is_moved and gap[0] > 2 * hardware.move_s(size(late[0])):
+            candidates.append(Absence(late[0], defined, before, use, kind))
     least = sum(a.bytes for a in candidates) // SMALL
     return sorted((a for a in candidates if a.bytes >= least), key=lambda a: (a.defined, a.var.name))
+
+
+def _token_of(eqn: Eqn) -> Var | None:
+    """Of the end of a message: what its beginning made."""
+    first = eqn.inputs[0] if eqn.op in (o.finish, o.finish_send) else None
+    return first if isinstance(first, Var) else None
 
 
 def _alone(program: Program, block: Block) -> set[Var]:

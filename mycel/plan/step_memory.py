@@ -17,10 +17,12 @@ import torch
 
 from mycel.ir import DEVICE, Atom, Block, Eqn, Program, Type, Var, call, loop, rounded, scan
 from mycel.ops import o
-from mycel.ops.overwriting import Overwritten, starts, summed
+from mycel.ops.memory_sharing import NOTHING, WrittenInputs
+from mycel.ops.overwriting import Overwritten, is_view, starts, summed
 from mycel.ops.product_speed import is_slow_product
 from mycel.plan.allocations import allocated
 from mycel.plan.cost import TURNS
+from mycel.plan.message_memory import MessageMemory, message_memory
 
 
 @dataclass(slots=True)
@@ -104,11 +106,14 @@ def remember(
     there: Collection[Var] | None,
     when: Sequence[int],
     slow: Mapping[torch.dtype, int],
+    is_gpu: bool,
+    written: WrittenInputs = NOTHING,
 ) -> None:
     """Enters what each line makes and frees; `lying`: in whose memory; `there`: the values that lie in memory, None:
-    all; `when`: the line at which each one runs; `slow`: dtypes of products that are computed in 32 bits."""
+    all; `when`: the line at which each one runs; `slow`: dtypes of products that are computed in 32 bits; `is_gpu`: by
+    whom messages are carried; `written`: what an entry writes into inputs."""
     owner, bytes_of = lying
-    end = {owner[v]: len(lines) for v in block.outputs if v in owner}
+    end = {owner[v]: len(lines) for v in block.outputs if v in owner and v not in written.results}
     for i, eqn in enumerate(block.eqns):
         for v in (*eqn.vars, *eqn.outputs):
             if v in owner:
@@ -127,11 +132,28 @@ def remember(
                         lines[end[v]].freed += bytes_
         last = [owner[v] for v in dict.fromkeys(eqn.vars) if v in owner and end[owner[v]] == i]
         dying = {v for v in eqn.vars if v in owner and last.count(owner[v]) == 1}
+        if line.kind == "finish" and eqn.op is o.finish:
+            begun = lines[line.token]
+            _enter_message(begun, line, message_memory(begun.eqn, eqn.outputs, is_gpu, written.results))
+        elif line.kind == "wait":
+            carried = message_memory(eqn, eqn.outputs, is_gpu)
+            most = carried.on_the_way + max(carried.beginning, carried.ending)
+            line.inner = most + sum(map(size, eqn.outputs)) if most else 0
         needed = _scratch(eqn, slow, makers if there is None else None, dying)
+        copies = [eqn.inputs[k] for k in written.copied.get(i, ()) if k >= len(eqn.outputs)]
+        needed += sum(size(x) for x in copies if isinstance(x, Var))
         if needed:
             line.inner = needed + sum(size(v) for v in eqn.outputs if owner.get(v) is v)
         if eqn.op is scan or eqn.op is loop:
             _enter_turns(line, owner, last)
+
+
+def _enter_message(begun: Line, finish: Line, memory: MessageMemory) -> None:
+    """What a message takes from where it is begun to where it is finished."""
+    begun.new += memory.on_the_way
+    begun.inner = begun.new + memory.beginning
+    finish.freed += memory.on_the_way
+    finish.inner = memory.ending
 
 
 class Owners(NamedTuple):
@@ -146,10 +168,12 @@ def owners(
     name: str,
     over: Overwritten | None = None,
     of_results: dict[str, list[tuple[Var, int] | None]] | None = None,
+    written: WrittenInputs = NOTHING,
 ) -> Owners:
     """Of the values that a block makes; inputs own nothing here, their memory is the caller's.  Results of a call that
     are one value of the called block, or views of one, lie in one memory, and a part that is kept keeps all of it.
     `over`: results that lie in an operand's memory, None: those that are only views do.
+    `written`: what an entry writes into inputs.
     `of_results`: by block, for each of its results its owner there and the bytes of that, as far as known; None: the
     block was given it."""
     block, owner, bytes_of = program.blocks[name], dict[Var, Var](), dict[Var, int]()
@@ -164,7 +188,7 @@ def owners(
             owner.update((v, owner[x]) for v in results)
 
     for i, eqn in enumerate(block.eqns):
-        if eqn.op.write is not None and eqn.inputs and isinstance(eqn.inputs[0], Var):
+        if is_view(eqn) and eqn.inputs and isinstance(eqn.inputs[0], Var):
             lies_in(eqn.inputs[0], eqn.outputs)
         elif eqn.op is call:
             called, lying_in = eqn.params["block"], dict[Var, Var]()
@@ -186,7 +210,10 @@ def owners(
                 for j in summed(eqn, program.blocks[body], over[body]):
                     del owner[eqn.outputs[j]]
                     lies_in(eqn.inputs[first + j], eqn.outputs[j : j + 1])
-        else:  # what is updated in place has its memory already
-            for x, y in zip(eqn.inputs, eqn.outputs, strict=False):
-                lies_in(x, (y,))
+        else:  # what is updated in place has its memory already, but for what is copied first
+            for k, (x, y) in enumerate(zip(eqn.inputs, eqn.outputs, strict=False)):
+                if k in written.copied.get(i, ()):
+                    owner[y] = y
+                else:
+                    lies_in(x, (y,))
     return Owners(owner, bytes_of)

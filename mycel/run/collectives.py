@@ -17,16 +17,12 @@ from typing import Any, Protocol
 import torch
 
 from mycel.errors import RunError
-from mycel.ops.collective import ALONE_BYTES
+from mycel.ops.collective import together
 from mycel.run.groups import RankGroup, Works, wide
 
 Tensor = torch.Tensor
 Places = Sequence[Tensor | None] | None  # where results are wanted
 Messages = Generator[Works, Places, list[Tensor]]
-
-# of a gather or scatter so much goes in one message, since more leaves the caches (of four processes, tensors of 1 MiB
-# took up to a third less CPU time so)
-MESSAGE_BYTES = 8 << 20
 
 
 def begin(group: RankGroup, name: str, xs: Sequence[Tensor], how: dict[str, Any]) -> Messages:
@@ -37,22 +33,11 @@ def begin(group: RankGroup, name: str, xs: Sequence[Tensor], how: dict[str, Any]
 def buckets(name: str, xs: Sequence[Tensor], count: int, how: dict[str, Any]) -> list[tuple[list[int], dict[str, Any]]]:
     """The tensors that travel together between so many ranks, by their positions, with the arguments for them: those of
     one type; of gathers and scatters as many as one message is good for."""
-    together: list[list[int]] = []
-    filled: dict[object, tuple[list[int], int]] = {}  # by type: the last bucket, and its bytes
-    is_apart = name in ("all_to_all", "permute", "exchange", "exchange_rows")
-    for i, x in enumerate(xs):
-        size = 0 if name == "all_reduce" else x.nbytes * (count if "gather" in name else 1)
-        bucket, there = filled.get((x.dtype, x.device), ([], 0))
-        if not bucket or is_apart or size >= ALONE_BYTES or there + size > MESSAGE_BYTES:
-            together.append(bucket := [])
-            there = 0
-        bucket.append(i)
-        if not (is_apart or size >= ALONE_BYTES):
-            filled[x.dtype, x.device] = bucket, there + size
+    messages = together(name, [((x.dtype, x.device), x.nbytes) for x in xs], count)
     if "dim" not in how:
-        return [(bucket, how) for bucket in together]
+        return [(bucket, how) for bucket in messages]
     dims = [how["dim"]] * len(xs) if isinstance(how["dim"], int) else how["dim"]
-    return [(bucket, {**how, "dim": [dims[i] for i in bucket]}) for bucket in together]
+    return [(bucket, {**how, "dim": [dims[i] for i in bucket]}) for bucket in messages]
 
 
 def finish(messages: Messages, places: Places = None) -> list[Tensor]:
@@ -89,8 +74,7 @@ def all_gather(group: RankGroup, xs: list[Tensor], dim: list[int]) -> Messages:
 
 def reduce_scatter(group: RankGroup, xs: list[Tensor], dim: list[int], kind: str = "+") -> Messages:
     shaped = [_parted(x, d, group.count) for x, d in zip(xs, dim, strict=True)]
-    rows = [p.reshape(group.count, p.numel() // group.count) for p in shaped]
-    x = (rows[0] if len(rows) == 1 else torch.cat(rows, 1)).contiguous()
+    x = _in_rows(shaped)
     if kind == "+" and group.scatters:
         x = _as(x, group.adds(x.dtype))
         y = x.new_empty(x.shape[1])
@@ -110,11 +94,11 @@ def all_to_all(group: RankGroup, xs: list[Tensor], split: int, join: int) -> Mes
 
 
 def exchange_chunks(group: RankGroup, xs: list[Tensor]) -> Messages:
-    rows = [x.reshape(group.count, x.numel() // group.count) for x in xs]
-    x = (rows[0] if len(rows) == 1 else torch.cat(rows, 1)).contiguous()
+    x = _in_rows([x.reshape(group.count, x.numel() // group.count) for x in xs])
     parts = torch.empty_like(x)
     yield group.exchange(parts, x)
-    return [part.reshape(y.shape) for part, y in zip(parts.split([r.shape[1] for r in rows], 1), xs, strict=True)]
+    widths = [x.numel() // group.count for x in xs]
+    return [part.reshape(y.shape) for part, y in zip(parts.split(widths, 1), xs, strict=True)]
 
 
 def gather_chunks(group: RankGroup, xs: list[Tensor]) -> Messages:
@@ -210,6 +194,13 @@ def _joined(xs: list[Tensor], dtype: torch.dtype, fresh: bool = False) -> Tensor
     x = _as(xs[0], dtype)
     x = x.clone(memory_format=torch.contiguous_format) if fresh and x is xs[0] else x.contiguous()
     return x.view(-1)
+
+
+def _in_rows(parts: list[Tensor]) -> Tensor:
+    """Of each tensor the first dim is a row for each rank: all of a row one behind the other."""
+    count = parts[0].shape[0]
+    rows = [p.reshape(count, p.numel() // count) for p in parts]
+    return (rows[0] if len(rows) == 1 else torch.cat(rows, 1)).contiguous()
 
 
 def _views(x: Tensor, like: list[Tensor]) -> list[Tensor]:

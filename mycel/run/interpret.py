@@ -11,7 +11,7 @@ import torch
 from mycel.errors import RunError
 from mycel.ir import CONTROL, Atom, Block, Eqn, Program, Var, call, cond, custom, lifetimes, loop, scan
 from mycel.ops import o
-from mycel.run.memory_sharing import shared_outputs
+from mycel.ops.memory_sharing import shared_outputs
 from mycel.run.own_gradient import OwnGradient
 
 Hook = Callable[[Eqn, list[Any], list[Any]], None]

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from mycel.ir import Program, Var, call, custom, runs, walk
-from mycel.run.memory_sharing import roots
+from mycel.ops.memory_sharing import roots
 from mycel.run.replay import COPIED, MOST, GraphPool, Recording, Replayed, obstacle
 
 AT_ONCE = 64  # recordings on a stream: each holds its results, and a few megabytes of the device for its kernels

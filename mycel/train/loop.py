@@ -57,6 +57,7 @@ from mycel.train.written import inline
 
 FAILED = 1
 BROKEN = 3  # steps skipped at the end of a run, in a row: one or two are what loss scaling skips now and then
+MANY_RANKS = 8  # of more, peaks are told as the least and the most
 LEDGER = "predicted.json"  # of a step: predicted and measured
 CHECKPOINTS = "checkpoints"
 
@@ -294,8 +295,8 @@ class Run:
             (
                 "memory",
                 (
-                    f"{size(devices.memory_peak(parts.device))} at the peak{_of_process(parts)}, "
-                    f"{size(parts.step.plan.peak)} predicted"
+                    f"{_peaks(parts)} at the peak{_of_process(parts)}, "
+                    f"{size(parts.step.plan.peak)} predicted{summary.limit(parts)}"
                 ),
             ),
             *([("skipped", _skipped(steps))] if parts.step.skipped else []),
@@ -497,6 +498,14 @@ def _skipped(steps: Steps) -> str:
     text = f"{steps.parts.step.skipped} of {steps.done} steps: their gradients were not finite"
     last = steps.skipped_in_a_row
     return f"{text}; the last {last} of them in a row: weights are those of step {steps.done - last}" if last else text
+
+
+def _peaks(parts: Assembly) -> str:
+    """What was measured, of each rank; of many the least and the most."""
+    peaks = parts.team.tell(devices.memory_peak(parts.device))
+    if len(peaks) > MANY_RANKS:
+        return f"{size(min(peaks))} to {size(max(peaks))} on {len(peaks)} ranks"
+    return ", ".join(map(size, peaks)) + (" by rank" if len(peaks) > 1 else "")
 
 
 def _of_process(parts: Assembly) -> str:

@@ -45,7 +45,7 @@ def rows(parts: Assembly, outlook: Outlook | None, start: int, folder: Path) -> 
             "memory",
             (
                 f"{size(parts.step.plan.peak)} predicted at the peak, {size(parts.step.plan.held)} of it between "
-                f"steps{_budget(parts)}"
+                f"steps{limit(parts)}"
             ),
         ),
         *([("backward", _again(parts))] if parts.team.plan is not None else []),
@@ -173,5 +173,6 @@ def _optimizer(parts: Assembly) -> str:
     return f"{chosen.name}, lr {chosen.lr:g} {shape}, weight decay {chosen.weight_decay:g}{clip}"
 
 
-def _budget(parts: Assembly) -> str:
+def limit(parts: Assembly) -> str:
+    """The memory that the run was given."""
     return f"; limit {parts.config.train.memory}" if parts.config.train.memory else ""

@@ -6,15 +6,17 @@ shared_outputs   outputs that may share memory with an input the program updates
 given_away       equations of the entry that may write their results over inputs the program updates
 gathered_into    gathers whose results may be written into such inputs
 replaced_if      choices between the old and the new value of such an input that may be made in its memory
-
-Which results are written over an operand, `ops/overwriting.py` says: the clock counts by it.
+WrittenInputs    all three: the clock counts by it, as by `overwriting.py`, which says what is written over operands
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
 from mycel.ir import CONTROL, Block, Eqn, Program, Var, call, chains, lifetimes, order, scan
-from mycel.ops import o
 from mycel.ops.overwriting import families, may_share
+from mycel.ops.rules import o
 
 Roots = dict[Var, set[int]]
 
@@ -163,3 +165,27 @@ def replaced_if(program: Program) -> set[int]:
         if new.get(old.name) == result and old.type == value.type == result.type and not later:
             chosen.add(i)
     return chosen
+
+
+@dataclass(frozen=True)
+class WrittenInputs:
+    """What the entry of a step writes into its inputs, by which the clock counts.  `results`: those of gathers, which
+    have memory of their own while they are on their way, and of choices; `copied`: of updates (by equation) the
+    operands, by position, that are copied first."""
+
+    results: frozenset[Var] = frozenset()
+    copied: Mapping[int, Collection[int]] = field(default_factory=dict)
+
+    @staticmethod
+    def of(program: Program) -> WrittenInputs:
+        if not program.updates:
+            return NOTHING
+        eqns, given = program.main.eqns, given_away(program)
+        places = [zip(eqns[i].outputs, at, strict=True) for i, at in gathered_into(program).items()]
+        gathered = {y for pairs in places for y, old in pairs if old is not None}
+        results = frozenset(gathered.union(*(eqns[i].outputs for i in replaced_if(program))))
+        updates = {i: range(len(e.outputs)) for i, e in enumerate(eqns) if e.op.inplace is not None}
+        return WrittenInputs(results, {i: given.get(i, every) for i, every in updates.items()})
+
+
+NOTHING = WrittenInputs()
