@@ -74,24 +74,33 @@ def halved(p: torch.Tensor) -> None:
 
 
 def hooked(plan: dict) -> None:
-    """Hooks on gradients are part of the program; those on accumulated gradients are torch's, on whole parameters."""
-    for kind in ("gradient", "accumulated") if plan == DATA else ("gradient",):
-        for settings in ({}, {"accumulate": 2}) if plan == DATA else ({"accumulate": 2},):
-            model = small("")
-            twin = copy.deepcopy(model)
-            for m in (model, twin):
-                if kind == "gradient":
-                    m.up.weight.register_hook(lambda g: g * 0.5)
-                else:
-                    m.up.weight.register_post_accumulate_grad_hook(halved)
-            optimizer, plain = (torch.optim.SGD(trained(m), lr=0.1, momentum=0.9) for m in (model, twin))
-            step = mycel.train_step(
-                model, optimizer, compile=False, plan=plan, mesh=Mesh(plan["mesh"]), grads=True, **settings
-            )
-            for i in range(2):
-                got, wanted = float(step(**rows(i))), plain_step(twin, plain, rows(i))
-                assert abs(got - wanted) < 1e-9, (plan, kind, settings, i, got, wanted)
-                alike(step, twin, grads=True)
+    """Hooks on gradients are part of the program, and see those of the whole batch, or of each of its parts as in the
+    loop that calls backward for each; those on accumulated gradients are torch's, on whole parameters."""
+    for kind, count in (("gradient", 1), ("gradient", 2), ("accumulated", 1), ("accumulated", 2)):
+        if kind == "accumulated" and plan != DATA:
+            continue
+        model = small("")
+        twin = copy.deepcopy(model)
+        for m in (model, twin):
+            if kind == "gradient":
+                m.up.weight.register_hook(lambda g: g.clamp(-0.01, 0.01))
+            else:
+                m.up.weight.register_post_accumulate_grad_hook(halved)
+        optimizer, plain = (torch.optim.SGD(trained(m), lr=0.1, momentum=0.9) for m in (model, twin))
+        settings = {"accumulate": count, "grads": True, "compile": False}
+        step = mycel.train_step(model, optimizer, plan=plan, mesh=Mesh(plan["mesh"]), **settings)
+        for i in range(2):
+            loss, parts = float(step(**rows(i))), count if kind == "gradient" else 1
+            plain.zero_grad()
+            losses = [
+                twin(x, y) / parts for x, y in zip(*(rows(i)[name].chunk(parts) for name in ("x", "y")), strict=True)
+            ]
+            for part in losses:
+                part.backward()
+            plain.step()
+            assert abs(loss - float(sum(losses))) < 1e-9, (plan, kind, count, i, loss, losses)
+            alike(step, twin, grads=True)
+        assert kind == "accumulated" or model.up.weight.grad.abs().max() <= count * 0.01 + 1e-12
 
 
 def refusals() -> str:
