@@ -27,6 +27,7 @@ from pathlib import Path
 
 import torch
 import train_child
+from alive import Alive
 
 from mycel.errors import MycelError
 from mycel.ir import Role
@@ -114,7 +115,26 @@ def check_rows() -> None:
     Split.batch, Steps._step, Steps.run = batch, one_step, steps
 
 
-CHECKS = {"restored": check_restored, "memory": check_memory, "rows": check_rows}
+def check_peaks() -> None:
+    """The most bytes that a step takes beside what is there between steps, and what is predicted of it."""
+    step, run = Steps._step, Steps.run
+    most = []
+
+    def measured(self, given):
+        with Alive() as alive:
+            loss = step(self, given)
+        most.append(alive.most)
+        return loss
+
+    def steps(self):
+        run(self)
+        plan = self.parts.step.plan
+        print(json.dumps({"most": max(most), "held": plan.held, "peak": plan.peak, "host": plan.predicted.host}))
+
+    Steps._step, Steps.run = measured, steps
+
+
+CHECKS = {"peaks": check_peaks, "restored": check_restored, "memory": check_memory, "rows": check_rows}
 
 
 def be_rank(rank: int, port: int, job: dict) -> int:

@@ -34,6 +34,7 @@ from mycel.planning import Task, planned
 from mycel.run import host_space, interpret, load, simulate
 from mycel.run.simulate import spread_out
 from mycel.search_page import between, device_memory, host_memory
+from mycel.sizes import parse_bytes, shown
 
 HOST_STATE = {"activations": "host", "optimizer": "host"}
 EVERYTHING = dict.fromkeys(KINDS, "host")
@@ -460,6 +461,80 @@ def test_ranks_move_their_own_part(names, sizes, make, settings):
         assert all(map(torch.equal, plain, moved))
 
 
+# -- counted ----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_the_host_is_made_once_and_used_again(free, monkeypatch):
+    """One piece for all values that are there a while, smaller than these together, in which all steps put them."""
+    made, begun = [], []
+    memory, begin = host_space.HostSpace._memory, host_space.HostSpace.begin
+
+    def making(self, size):
+        made.append(memory(self, size))
+        return made[-1]
+
+    def beginning(self, x, to, at, over):
+        token = begin(self, x, to, at, over)
+        begun.extend([(at, token[0])] if to == HOST and over is None else [])
+        return token
+
+    monkeypatch.setattr(host_space.HostSpace, "_memory", making)
+    monkeypatch.setattr(host_space.HostSpace, "begin", beginning)
+    moving, _ = trained({"offload": {"activations": "host", "gradients": "host"}}, steps=1)
+    per_step = len(begun)
+    for i in range(3):
+        moving(**tokens(i + 1))
+    assert len(made) == 1 and made[0].numel() == moving.plan.predicted.host, "made before the first step, once"
+    assert len(begun) == 4 * per_step and all(at is not None for at, _ in begun)
+    start, end = made[0].data_ptr(), made[0].data_ptr() + made[0].numel()
+    assert all(start <= x.data_ptr() and x.data_ptr() + x.nbytes <= end for _, x in begun)
+    assert {x.data_ptr() for _, x in begun[:per_step]} == {x.data_ptr() for _, x in begun[per_step:]}
+    assert made[0].numel() < 0.9 * sum(x.nbytes for _, x in begun[:per_step]), "places are used again"
+
+
+def test_nothing_is_moved_that_is_computed_again_cheaper(monkeypatch):
+    """With a wire that is slow nothing leaves, and the budget is kept by computing again; with a fast one values leave,
+    and less is computed again: what comes back is read in backward, and was not made there."""
+
+    def plan_of(wire):
+        monkeypatch.setattr("mycel.plan.hardware_of", lambda device: replace(CPU, host_bytes_s=wire))
+        return both(small_llama, adamw(), plan={"offload": {"activations": "auto"}}, memory=budget).step.prepare(
+            **tokens()
+        )
+
+    again = lambda step: sum(d.seconds for d in step.plan.residuals.pairs)
+    budget = int(0.85 * both(small_llama, adamw()).step.prepare(**tokens()).plan.peak)
+    slow, fast = plan_of(1e5), plan_of(1e12)
+    assert not slow.plan.decided.moved and again(slow) > 0
+    assert fast.plan.decided.moved.moved and again(fast) < again(slow)
+    moved = {m.value for m in fast.plan.decided.moved.moved}
+    body = fast.program.blocks[fast.plan.decided.moved.body]
+    made = {v.name: e.phase for e in body.eqns for v in e.outputs}
+    assert {made[name] for name in moved} == {"forward"}, "what backward computes again is needed at once, and stays"
+
+
+def test_the_page_of_a_step_draws_both_memories(free):
+    """All values that move are on it, as `explain` has them, and each memory goes up to its predicted peak."""
+    moving, _ = trained({"offload": HOST_STATE}, steps=1, make=Stack)
+    times = clock(moving.program, CPU)
+    text = between(times, moving.program)
+    trips = list(travels(moving.program, Clock(CPU, moves=True)))
+    said = moving.explain()
+    for trip in trips:
+        size_, moves_ = shown(trip.value.type.bytes), [*trip.leaves, *trip.comes]
+        (line,) = [line for line in said.splitlines() if line[17:].startswith(f"{trip.value.name}: {size_}, ")]
+        assert "away for" in line and moves_
+        assert all(str(copy) in line for copy in moves_)
+        assert ("hidden" in line) == (trip.waited <= 1e-9) and ("waited for" in line) == (trip.waited > 1e-9)
+    assert f"{len(trips)} values" in text
+    names = {m.value for m in moving.plan.decided.moved.moved} | {s.input for s in moving.plan.decided.moved.streamed}
+    assert {trip.value.name for trip in trips} == names
+    assert max(n for _, n in times.host_curve()) <= moving.plan.predicted.host == times.peak[HOST]
+    assert max(n for _, n, _ in times.curve()) == moving.plan.peak
+    assert shown(max(n for _, n in times.host_curve())) in host_memory(times, moving.program)
+    assert shown(moving.plan.peak) in device_memory(times, moving.program)
+
+
 # -- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -479,12 +554,28 @@ def test_a_plan_that_means_nothing_is_refused(written, message):
 
 
 def test_too_little_memory_says_where_and_how_much():
-    with pytest.raises(PlanError, match=r"(?s)at least .* on the device, the budget is 20.00 KiB: .* too much.*peak"):
-        trained({"offload": "auto"}, memory="20KiB", make=Stack)
-    with pytest.raises(
-        PlanError, match=r"(?s)needs (.*) on the host, which has 1.00 KiB: .* too much.*larger host: .* \1"
-    ):
-        trained({"offload": {"optimizer": "host", "host": "1KiB"}}, make=Stack)
+    """A budget below what one layer works in, and a host that is too small: what is needed, had and missing add up, and
+    with what is said to be needed the step is planned."""
+
+    def refused(written, memory=None):
+        with pytest.raises(PlanError) as caught:
+            both(Stack, adamw(), plan={"offload": written}, memory=memory).step.prepare(**tokens())
+        text = str(caught.value)
+        first = re.match(r"a step needs (?:at least )?(.*) on the .*(?:is|has) (.*): (.*) too much", text)
+        assert first is not None, text
+        need, had, missing = (parse_bytes(part.replace(" ", "")) for part in first.groups())
+        assert need == pytest.approx(had + missing, abs=64)
+        assert "tried     computing again what can be, and moving to the host what the plan lets" in text
+        return need, text
+
+    need, text = refused("auto", "20KiB")
+    assert re.search(r"of which  .* are parameters, optimiser state and the batch\n  peak      \S+:\d+", text)
+    roomy = both(Stack, adamw(), plan={"offload": "auto"}, memory=need + 64).step.prepare(**tokens())
+    assert need - 64 <= roomy.plan.peak <= need + 64, "no less than it needs is enough"
+    need, text = refused({"optimizer": "host", "host": "1KiB"})
+    assert f"try       a larger host: in offload, {shown(need)} or more, or fewer kinds there" in text
+    roomy = both(Stack, adamw(), plan={"offload": {"optimizer": "host", "host": need + 64}}).step.prepare(**tokens())
+    assert need - 64 <= roomy.plan.predicted.host <= need + 64
 
 
 def test_a_host_without_memory_is_told_before_the_first_step(monkeypatch):

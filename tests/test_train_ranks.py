@@ -279,6 +279,32 @@ def test_a_compressed_run_goes_on_to_the_bit(disk, tmp_path, worlds, sync):
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours if k[:4] != "loop")
 
 
+def test_a_run_within_a_budget_moves_values_and_goes_on_to_the_bit(disk, tmp_path, worlds):
+    """Losses are those without a budget; no rank takes more than that, and the end says what each measured."""
+    plan = {"batch": ["dp"], "zero": "3 over dp"}
+    report_of = lambda text: json.loads(next(line for line in text.splitlines() if line.startswith("{")))
+
+    def run(name: str, budget: int | None = None, **more: object) -> list[str]:
+        offload = {"offload": "auto"} if budget else {}
+        steps = {"steps": 4, "memory": budget and f"{budget / 1024}KiB"}
+        job = {"settings": tiny(disk, tmp_path / name, {"dp": 2}, {**plan, **offload}, train=steps)}
+        return worlds(2, {**job, "check": "peaks", **more})
+
+    free = report_of(run("free")[0])
+    budget = int(0.75 * free["peak"])
+    run("stopped", budget, signal=[1, 2, signal.SIGTERM], ends=143)
+    outputs = run("stopped", budget, resume=str(tmp_path / "stopped"))
+    for report in map(report_of, outputs):
+        assert report["host"] and report["peak"] <= budget < free["peak"]
+        assert 0.9 * report["peak"] < report["held"] + report["most"] <= budget
+    size_ = r"[\d.]+ \wi?B"
+    told = rf"memory +{size_}, {size_} by rank at the peak \(whole process\), {size_} predicted; limit [\d.]+KiB"
+    assert re.search(told, re.sub(r"\s+", " ", outputs[0]))
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "free")
+    ours, theirs = tensors(tmp_path / "stopped"), tensors(tmp_path / "free")
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[k], theirs[k]) for k in ours if k[:4] != "loop")
+
+
 EXPERTS = {
     "config": {
         **LLAMA, "model_type": "olmoe", "num_key_value_heads": 2, "num_experts": 6, "num_experts_per_tok": 1,
