@@ -271,7 +271,13 @@ def test_the_planned_peak_fits_and_is_what_a_walk_sees(seed, parameters):
     code, _ = load(moved, torch.device("cpu"), reuse=True, donate=True)
     space = host_space.HostSpace(torch.device("cpu")).prepare(moved)
     given = [x.clone() for x in values]
-    assert torch.equal(space.connected(code)(*given)[0], interpret(program, values)[0])
+    space.connected(code)(*[x.clone() for x in values])  # places on the host get their strides
+    with Live() as live:
+        results = space.connected(code)(*given)
+    assert torch.equal(results[0], interpret(program, values)[0])
+    needed = choice.times.peak[DEVICE] - choice.times.held
+    assert live.peak == needed or (late and live.peak <= needed), "an allocator sees what is predicted"
+    assert choice.times.peak[DEVICE] <= budget or not fitting
     after = dict(zip(program.updates, interpret(program, values)[1:], strict=True))
     assert all(torch.equal(x, after.get(v.name, old)) for v, x, old in zip(program.inputs, given, values, strict=True))
 
