@@ -28,6 +28,7 @@ FULL = 0.8  # of the memory: what is computed again is so for want of it
 ROUNDS = 3  # of neighbours of neighbours
 RUNNERS_UP = 2  # that could be the best on other wires
 EVERYTHING = 1200  # equations times plans up to which all are priced
+NEARBY = 3000  # up to which all are priced that are one step from the best
 
 
 class Pricing(Protocol):
@@ -74,12 +75,15 @@ class SearchOrder:
         everything = list(self._everything(meshes))
         if len(everything) * sum(len(b.eqns) for b in self.search.program.blocks.values()) <= EVERYTHING:
             yield from everything
+            if not self._fitting():
+                yield from itertools.chain(*map(self._until_it_fits, meshes))
         else:
             yield from self._promising(meshes)
         if self.given.may_place:
             yield from self._placed()
         if self.given.mesh is None:
             yield from self._neighbours()
+            yield from self._nearby()
         else:
             yield from self._held_whole(self._best())
             yield from self._encoded()
@@ -266,6 +270,27 @@ class SearchOrder:
             yield from self._encoded()
             if self.fastest() >= best.seconds:
                 return
+
+    def _nearby(self) -> Iterator[Shape]:
+        """Of a small program every plan one step from the best, until none is better."""
+        space, given, search = self.space, self.given, self.search
+        eqns = sum(len(b.eqns) for b in search.program.blocks.values())
+        fastest = float("inf")
+        while self.fastest() < fastest:
+            best, fastest = self._best(), self.fastest()
+            if best.shape.place or best.shape.pp > 1:
+                return
+            for mesh in (best.shape, *space.nearby(best.shape)):
+                for zero in given.zeros if mesh == best.shape and mesh.shards > 1 else (mesh.zero,):
+                    counts = [mesh.microbatches, *(x.microbatches for x in space.other_microbatches(mesh))]
+                    for count in counts if mesh == best.shape else counts[:1]:
+                        if zero == 2 and count == 1:
+                            continue  # it is level 1
+                        each = replace(mesh, zero=zero, microbatches=count)
+                        if len(search.candidates) * eqns > NEARBY:
+                            return
+                        if each not in search.candidates and search.held(each) <= self.memory:
+                            yield each
 
     def _held_whole(self, best: Candidate) -> Iterator[Shape]:
         """Of ZeRO 3: kinds of parameters that are not gathered, as many as there is memory for; small ones first, whose

@@ -234,6 +234,22 @@ class SearchSpace:
         if counts and shape.ep > 1 and shape.pp == shape.at_once == 1 and not (shape.place or shape.offload):
             yield replace(shape, microbatches=counts[0], at_once=2)
 
+    def nearby(self, shape: Shape) -> Iterator[Shape]:
+        """One step away: a factor of one axis in another, two axes in each other's place, on any wires; or as it is on
+        others."""
+        axes = [a for a in AXES if a != "ep" and (a != "fsdp" or shape.zero)]
+        for a, b in itertools.permutations(axes, 2):
+            n, m = getattr(shape, a), getattr(shape, b)
+            moved = [(n // k, m * k) for k in divisors(n)[1:]]
+            for n_a, n_b in (*moved, *([(m, n)] if a < b and m != n else [])):
+                sizes: dict[str, Any] = {a: n_a, b: n_b}
+                each = replace(shape, order=(), **sizes)
+                each = each if each.shards > 1 else replace(each, zero=0)
+                is_new = (each.fsdp == 1 or (each.zero and each.dp > 1)) and (each.ty == 1 or each.tp > 1)
+                if is_new and self.has(each):
+                    yield from (each, *self.orders(each))
+        yield from self.orders(shape)
+
     def pipelines(self, shape: Shape) -> Iterator[list[Shape]]:
         """For each size of tp: stages, few first, on the ranks that are left; about four microbatches for each."""
         if shape.pp > 1 or shape.order or shape.fsdp > 1 or shape.ep > 1:

@@ -29,7 +29,8 @@ SLOW = {
     "examples", "experts", "feed", "layouts", "manual", "offload", "offload_ranks", "op_database", "optimisers",
     "pipeline", "places", "plan", "probe", "processes", "search", "search_given", "search_places", "shallow",
     "stage_offload", "stages", "step_memory", "step_models", "step_state", "sync", "tasks", "torch_update", "train",
-    "train_export", "train_faults", "train_lora", "train_messages", "train_ranks", "train_resume", "weights", "widths",
+    "train_export", "train_faults", "train_lora", "train_messages", "train_ranks", "train_resume", "weights",
+    "whole_plans", "widths",
 }  # fmt: skip
 
 
@@ -60,7 +61,9 @@ ONE_IN = {
     "test_other_families_come_out_as_from_one_process": 2, "test_no_ready_plan_is_priced_lower": 2,
     "test_sixteen_bits_are_near_to_fp32_as_autocast_is": 3,
     "test_an_interrupted_run_is_the_uninterrupted_one": 2, "test_compiled_steps_are_those_of_pytorch": 2,
-    "test_the_best_of_all_it_may_choose_from": 7, "test_towers_are_placed_where_that_is_faster": 3,
+    "test_the_best_of_all_it_may_choose_from": 7, "test_no_plan_of_all_is_faster": 16,
+    "test_no_plan_of_all_within_a_limit_is_faster": 14, "test_no_other_values_to_compute_again_are_faster": 6,
+    "test_towers_are_placed_where_that_is_faster": 3,
     "test_what_is_given_holds_in_every_plan": 3, "test_in_parts_it_equals_the_whole": 2,
 }  # fmt: skip
 

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 import yaml
 
 from mycel.errors import PlanError
 from mycel.ir import Mesh
+from mycel.plan import hardware_of
 from mycel.plan.cluster import KINDS, Cluster
-from mycel.plan.hardware import CPU, KNOWN, OTHER, known_name, preset_of, probed
+from mycel.plan.hardware import (
+    CPU,
+    KNOWN,
+    OTHER,
+    WIRES,
+    known_name,
+    on_hosts,
+    preset_of,
+    probed,
+    ranks_of_a_host,
+    with_rates,
+)
+from mycel.step.auto_plan import ranks_of
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -147,6 +163,30 @@ def test_wires_of_axes():
     assert hardware.links(Mesh(dp=32, tp=2)).of(("dp",)).bytes_s == 4 * 45e9
     assert hardware.links(Mesh(tp=2, dp=32)).of(("dp",)).bytes_s == 360e9  # no more than inside
     assert hardware.links(Mesh(tp=2, dp=32)).of(("tp",)).bytes_s == 45e9
+
+
+def test_ranks_of_a_run_lie_on_hosts(monkeypatch):
+    """As whoever started them says; their wires as probed, else as presets have them."""
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    cluster = ranks_of("cpu", 8)
+    assert (cluster.devices, cluster.hosts, cluster.groups) == (4, 2, (4,))
+    links = hardware_of(torch.device("cpu")).links(Mesh(dp=2, tp=4))  # what a step asks knows it, too
+    assert [links.of((a,)).name for a in ("dp", "tp")] == ["network", "host"]
+    assert links.of(("dp",)).bytes_s < links.of(("tp",)).bytes_s
+    assert [x.name for x in on_hosts(KNOWN["H100"], 4, 8).levels] == ["host", "network"]
+    assert on_hosts(KNOWN["H100"], 4, 8).levels[0].bytes_s == WIRES["H100"][0].bytes_s
+    network = {**MEASURED["levels"][0], "name": "network", "ranks": 8}
+    seen = with_rates(preset_of("CPU"), {**MEASURED, "levels": [MEASURED["levels"][0], network]})
+    assert ranks_of_a_host(8, seen) == 4 and on_hosts(seen, 2, 8).levels[0] == replace(seen.levels[0], ranks=2)
+    assert on_hosts(seen, 2, 8).levels[1] == seen.levels[1] and on_hosts(seen, 8, 8) is seen
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # two hosts of six ranks, 2 and 4: both ranks see the same
+    ours = ranks_of("cpu", 6)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert ranks_of("cpu", 6) == ours and ours.hosts == 3
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert ranks_of("cpu", 8).hosts == 1 and ranks_of_a_host(8, seen) == 4 and ranks_of_a_host(6, seen) == 6
 
 
 FOUR = [

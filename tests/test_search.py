@@ -419,3 +419,25 @@ def test_auto_finds_its_plan_with_the_first_batch_in_two_processes(tmp_path):
     child = str(Path(__file__).parent / "auto_child.py")
     env = {"OMP_NUM_THREADS": "1", "MYCEL_TIMEOUT": "60"}
     assert launch([], 2, program=[child], env=env, logs=tmp_path / "logs") == 0
+
+
+def messages(bytes_s: float) -> dict[str, list[list[float]]]:
+    """As a probe has them."""
+    names = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "permute_ranks")
+    return {name: [[k, size, 1e-5 + size / bytes_s] for k in (2, 4) for size in (1 << 12, 1 << 20)] for name in names}
+
+
+def test_auto_keeps_inside_a_host_what_travels_most(tmp_path):
+    """Four processes, two on each host as their start says, with slow wires between hosts as a probe says."""
+    levels = [
+        {"name": "host", "ranks": 2, "busy": 0.0, "messages": messages(1e9)},
+        {"name": "network", "ranks": 4, "busy": 0.0, "messages": messages(1e6)},
+    ]
+    rates = {"memory": [[65536, 4e10], [1 << 26, 9e9]], "product.fp32": [[1e5, 2e10], [1e9, 9e10]]}
+    probe = tmp_path / "probe.yaml"
+    probe.write_text(
+        yaml.safe_dump({"device": "CPU", "processes": 4, "launch_s": 3e-6, "rates": rates, "levels": levels})
+    )
+    child = str(Path(__file__).parent / "auto_hosts_child.py")
+    env = {"OMP_NUM_THREADS": "1", "MYCEL_TIMEOUT": "120", "MYCEL_PROBE": str(probe)}
+    assert launch([], 4, program=[child], env=env, logs=tmp_path / "logs") == 0

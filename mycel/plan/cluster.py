@@ -41,7 +41,7 @@ from pathlib import Path
 from typing import Any
 
 from mycel.errors import PlanError, TrainError
-from mycel.plan.hardware import ALIASES, KNOWN, SEEN, Hardware, known_name, preset_of, with_rates
+from mycel.plan.hardware import ALIASES, KNOWN, SEEN, WIRES, Hardware, known_name, preset_of, with_rates
 from mycel.plan.links import Link
 from mycel.plan.mapping_file import read_mapping
 from mycel.sizes import parse_bytes, shown
@@ -61,33 +61,31 @@ LEVEL_KEYS = ("name", "devices", "bytes_s", "start_s", "shared")
 
 @dataclass(frozen=True)
 class Kind:
-    """A device as it is sold: its figures, how many a host has, and the wires inside a host and between hosts, bytes a
-    second of each device."""
+    """A device as it is sold: its figures, how many a host has, and the wires inside a host and between hosts."""
 
     hardware: Hardware
     nominal: float
     devices: int
-    inside: tuple[str, float, float]
-    between: tuple[str, float, float]
+    wires: tuple[Link, Link]
 
 
-def _kind(name: str, nominal: float, inside: tuple[str, float, float], network: float, devices: int = 8) -> Kind:
-    return Kind(KNOWN[name], nominal, devices, inside, ("network", network, 10e-6))
+def _kind(name: str, nominal: float, devices: int = 8) -> Kind:
+    return Kind(KNOWN[name], nominal, devices, WIRES[name])
 
 
-# As sold, dense in 16 bits with sums in 32; and wires: what collectives reach of them, each way.
+# As sold, dense in 16 bits with sums in 32.
 KINDS = {
     each.hardware.name: each
     for each in (
-        _kind("A100-40", 312e12, ("nvlink", 230e9, 4e-6), 22e9),
-        _kind("A100-80", 312e12, ("nvlink", 230e9, 4e-6), 22e9),
-        _kind("H100", 989e12, ("nvlink", 360e9, 3e-6), 45e9),
-        _kind("H200", 989e12, ("nvlink", 360e9, 3e-6), 45e9),
-        _kind("B200", 2250e12, ("nvlink", 720e9, 3e-6), 45e9),
-        _kind("L40S", 362e12, ("pcie", 20e9, 8e-6), 22e9),
-        _kind("RTX-4090", 165e12, ("pcie", 10e9, 10e-6), 1.2e9),
-        _kind("Ascend-910B", 313e12, ("hccs", 150e9, 8e-6), 22e9),
-        _kind("Ascend-910C", 752e12, ("hccs", 300e9, 8e-6), 45e9, devices=16),
+        _kind("A100-40", 312e12),
+        _kind("A100-80", 312e12),
+        _kind("H100", 989e12),
+        _kind("H200", 989e12),
+        _kind("B200", 2250e12),
+        _kind("L40S", 362e12),
+        _kind("RTX-4090", 165e12),
+        _kind("Ascend-910B", 313e12),
+        _kind("Ascend-910C", 752e12, devices=16),
     )
 }
 
@@ -243,8 +241,7 @@ def _uneven(data: dict[str, Any], where: str) -> Cluster:
     between = min((p.hardware.levels[-1] for p in parts), key=lambda x: x.bytes_s)
     if len(first.levels) == 1 and hosts > 1 and "levels" not in data:  # one host of each kind: the presets' networks
         kinds = [_device(each.get("device"), where)[0] for each in data["hosts"]]
-        name, bytes_s, start_s = min((k.between for k in kinds if k), key=lambda x: x[1])
-        between = Link(bytes_s, start_s, name)
+        between = min((k.wires[1] for k in kinds if k), key=lambda x: x.bytes_s)
     levels: tuple[Link, ...] = (inside,)
     if hosts > 1:
         levels = replace(inside, ranks=devices), replace(between, ranks=1 << 30)
@@ -313,9 +310,7 @@ def _levels(given: Any, kind: Kind | None, devices: int, hosts: int, where: str)
             "  try       levels: [{name: network, bytes_s: 1.0e+10, start_s: 1.0e-05}]"
         )
     if given is None:
-        wires = [kind.inside, kind.between] if kind is not None else []
-        links = [Link(bytes_s, start_s, name) for name, bytes_s, start_s in wires]
-        return _joined(links, [devices], devices * hosts)
+        return _joined(kind.wires if kind is not None else (), [devices], devices * hosts)
     if not isinstance(given, list) or not all(isinstance(x, Mapping) for x in given) or not given:
         raise PlanError(f"{where}: levels is {given!r}\n  try       a list, innermost first: {{name, bytes_s, …}}")
     sizes = _sizes(given, devices, hosts, where)

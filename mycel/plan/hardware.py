@@ -42,6 +42,7 @@ from mycel.ir import Mesh
 from mycel.ops.product_speed import HALVES, slow_products
 from mycel.plan.links import CPU_LINK, GPU_LINK, Link, Links, fitted
 
+INSIDE = "host"  # the level of ranks that share one
 Curve = tuple[tuple[float, float], ...]  # (work, work a second), by rising work
 HOST_MEMORY = 50e9  # bytes a second of a host's memory, where nobody measured it: half of what eight channels give
 
@@ -202,6 +203,25 @@ KNOWN = {
     )
 }
 ALIASES = {"A100": "A100-80", "4090": "RTX-4090", "910B": "Ascend-910B", "910C": "Ascend-910C"}
+
+
+def _wired(inside: str, bytes_s: float, start_s: float, network: float) -> tuple[Link, Link]:
+    return Link(bytes_s, start_s, inside), Link(network, 10e-6, "network")
+
+
+# Inside a host and between hosts: what collectives reach, each way, bytes a second of each device.
+WIRES = {
+    "A100-40": _wired("nvlink", 230e9, 4e-6, 22e9),
+    "A100-80": _wired("nvlink", 230e9, 4e-6, 22e9),
+    "H100": _wired("nvlink", 360e9, 3e-6, 45e9),
+    "H200": _wired("nvlink", 360e9, 3e-6, 45e9),
+    "B200": _wired("nvlink", 720e9, 3e-6, 45e9),
+    "L40S": _wired("pcie", 20e9, 8e-6, 22e9),
+    "RTX-4090": _wired("pcie", 10e9, 10e-6, 1.2e9),
+    "Ascend-910B": _wired("hccs", 150e9, 8e-6, 22e9),
+    "Ascend-910C": _wired("hccs", 300e9, 8e-6, 45e9),
+}
+NETWORK = Link(1.2e9, 50e-6, "network")  # of a host, where nobody knows more: 10 Gbit/s
 CPU = Hardware("CPU", 100e9, 100e9, 10e9, 2e-6)
 OTHER = Hardware("GPU", 100e12, 50e12, 0.8e12, **SEEN)
 
@@ -220,11 +240,38 @@ def preset_of(device: str) -> Hardware:
 
 
 def hardware_of(device: torch.device) -> Hardware:
-    """What is known of a device: the preset, and over it what was measured of a device of this name."""
+    """What is known of a device: the preset, and over it what was measured of a device of this name; its wires as the
+    ranks of this run lie on hosts."""
     if device.type != "cuda":
-        return probed(preset_of(CPU.name), probe_text())
-    properties = torch.cuda.get_device_properties(device)
-    return probed(replace(preset_of(properties.name), memory=properties.total_memory), probe_text())
+        known = probed(preset_of(CPU.name), probe_text())
+    else:
+        properties = torch.cuda.get_device_properties(device)
+        known = probed(replace(preset_of(properties.name), memory=properties.total_memory), probe_text())
+    text = os.environ.get("WORLD_SIZE", "")
+    world = int(text) if text.isdigit() else 1
+    return on_hosts(known, ranks_of_a_host(world, known), world)
+
+
+def ranks_of_a_host(world: int, known: Hardware) -> int:
+    """Of so many ranks of a run: as whoever started them says, else as a probe over several hosts saw it."""
+    local = os.environ.get("LOCAL_WORLD_SIZE", "")
+    if local.isdigit() and int(local):
+        return math.gcd(int(local), world)
+    inside = next((x.ranks for x in known.levels[:-1] if x.name == INSIDE), world)
+    return inside if world % inside == 0 else world
+
+
+def on_hosts(known: Hardware, local: int, world: int) -> Hardware:
+    """A device whose wires are those of a run, so many ranks of which are on each host; not measured, as presets have
+    them."""
+    if local == world:
+        return known
+    inside, between = WIRES.get(known_name(known.name) or "", (GPU_LINK if known.memory else CPU_LINK, NETWORK))
+    between = replace(between, bytes_s=between.bytes_s / local) if between is NETWORK else between
+    at = next((i for i, x in enumerate(known.levels) if x.name == INSIDE), -1)
+    inside = replace(known.levels[at] if at >= 0 else inside, name=INSIDE, ranks=local)
+    outer = known.levels[at + 1 :] or (between,)
+    return replace(known, levels=(*([inside] if local > 1 else []), *outer))
 
 
 def probe_path() -> Path | None:

@@ -25,6 +25,7 @@ import itertools
 import math
 from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -145,6 +146,13 @@ class Group:
     others: tuple[Name, ...]
     total: Table
     least: Table
+
+    @cached_property
+    def more(self) -> Table:
+        """What each value adds to the least."""
+        least = self.least[..., None]
+        with np.errstate(invalid="ignore"):
+            return np.where(np.isfinite(least), self.total - least, np.inf)
 
 
 class Elimination:
@@ -306,14 +314,12 @@ class Elimination:
             else:
                 name, groups = order[len(stack)]
                 more, heavy = _more(groups, chosen), weights.get(name)
-                ways = [
-                    (bound + float(x), k, weight + (float(heavy[k]) if heavy is not None else 0.0))
-                    for k, x in enumerate(more)
-                ]
+                bounds = bound + more
+                below = np.flatnonzero(bounds < cutoff)
+                weighing = weight + heavy[below] if heavy is not None else np.full(len(below), weight)
+                ways = zip(bounds[below].tolist(), below.tolist(), weighing.tolist(), strict=True)
                 after = rest[len(stack) + 1]
-                stack.append(
-                    sorted((w for w in ways if w[0] < cutoff and (not weights or w[2] + after <= most)), reverse=True)
-                )
+                stack.append(sorted((w for w in ways if not weights or w[2] + after <= most), reverse=True))
             while stack and not (stack[-1] and stack[-1][-1][0] < cutoff and visits > 0):
                 stack.pop()
             if not stack:
@@ -351,11 +357,10 @@ def by_variable(
 
 def _more(groups: Sequence[Group], chosen: Mapping[Name, int]) -> Table:
     """What each value of a variable adds to the bound, given those chosen before."""
-    more: Any = np.zeros(1)
+    more: Table = np.zeros(1)
     for g in groups:
-        at = tuple(chosen[n] for n in g.others)
-        more = more + (g.total[at] - g.least[at] if np.isfinite(g.least[at]) else np.inf)
-    return np.asarray(more)
+        more = more + g.more[tuple([chosen[n] for n in g.others])]
+    return more
 
 
 def merged(tables: Sequence[tuple[tuple[Name, ...], Table]]) -> list[tuple[tuple[Name, ...], Table]]:

@@ -14,6 +14,7 @@ from mycel.errors import TrainError
 from mycel.ir import Mesh
 from mycel.plan import Plan, hardware_of
 from mycel.plan.cluster import Cluster
+from mycel.plan.hardware import ranks_of_a_host
 from mycel.run.rendezvous import seat
 from mycel.search import Search
 from mycel.search_space import AXES
@@ -21,10 +22,11 @@ from mycel.shallow import Make
 
 
 def ranks_of(device: str, count: int) -> Cluster:
-    """So many processes here, each with a device."""
+    """So many processes, each with a device, on one host or on several."""
     kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
     hardware = hardware_of(torch.device(kind))
-    return Cluster("the ranks of this run", hardware, count, 1, hardware.half)
+    local = ranks_of_a_host(count, hardware)
+    return Cluster("the ranks of this run", hardware, local, count // local, hardware.half)
 
 
 @dataclass(frozen=True)

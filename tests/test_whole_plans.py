@@ -1,0 +1,70 @@
+"""The search equals brute force over whole plans of tiny models: meshes of two to eight devices on their wires x ZeRO x
+microbatches x what is computed again, within memory limits; and its bound is never above the best of all."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from tiny_plans import tiny_step
+
+from mycel.errors import PlanError
+from mycel.plan import decide, ladder
+from mycel.search_order import GAIN
+from mycel.search_space import Shape
+
+CLOSE = 1 + 1e-6  # the same but for what a rounded cut may cost
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_plan_of_all_is_faster(seed):
+    step, shapes = tiny_step(random.Random(seed))
+    plan_search = step.search()
+    answer = plan_search.run()
+    least = min((plan_search.price(shape) for shape in shapes), key=lambda c: c.seconds)
+    assert answer.bound <= least.seconds
+    assert answer.best.seconds <= least.seconds * CLOSE, f"{answer.best.shape}, but {least.shape}"
+
+
+@pytest.mark.parametrize("seed", range(38))
+def test_no_plan_of_all_within_a_limit_is_faster(seed):
+    """All of backward's values kept, all computed again that can be, or what the limit asks for.  The last of these
+    keeps what is worth moving four times (`KEEPING`), so plans that are told to keep or to compute all may differ."""
+    rng = random.Random(seed)
+    step, shapes = tiny_step(rng)
+    fixed = [c for how in ("none", "full") for c in map(step.search(recompute=how).price, shapes)]
+    low, high = min(c.peak for c in fixed), max(c.peak for c in fixed)
+    limit = round(low + rng.uniform(-0.05, 1) ** 2 * (high - low))
+    plan_search = step.search(memory=limit)
+    every = [c for c in map(plan_search.price, shapes) if c.fits]
+    told = min((c.seconds for c in fixed if c.peak <= limit), default=float("inf"))
+    again = step.search(memory=limit)
+    if not every and told == float("inf"):
+        with pytest.raises(PlanError, match="no plan fits"):
+            again.run()
+        return
+    answer, least = again.run(), min(every, key=lambda c: c.seconds)
+    assert answer.bound <= min(least.seconds, told) and answer.best.peak <= limit
+    assert answer.best.seconds <= least.seconds * CLOSE, f"{answer.best.shape}, but {least.shape} {least.again}"
+    assert answer.best.seconds <= told * (1 + GAIN)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_other_values_to_compute_again_are_faster(seed):
+    """Of one plan: every price of a byte for every pair of layer and backward, each lowered."""
+    rng = random.Random(seed)
+    step, _ = tiny_step(rng)
+    while step.model.table is None or len(step.model.layers) == 1 or step.model.layers[0].turns == 1:  # pairs of blocks
+        step, _ = tiny_step(rng)
+    plan_search = step.search()
+    laid_out = plan_search._laid_out(plan_search.step(), plan_search.written(Shape()))
+    prices = ladder(laid_out.costs)
+    every = [laid_out.under(each) for each in itertools.product(prices, repeat=laid_out.pairs)]
+    peaks = sorted({x.times.peak["device"] for x in every})
+    for limit in peaks:
+        least = min(x.times.seconds for x in every if x.times.peak["device"] <= limit)
+        decided = decide(laid_out.under, laid_out.pairs, laid_out.costs, limit)
+        assert decided.times.peak["device"] <= limit
+        assert decided.times.seconds <= least * 1.001, (limit, decided.times.seconds / least)
+    assert laid_out.pairs == 2
