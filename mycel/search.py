@@ -524,6 +524,45 @@ class Search:
             with unchecked():
                 yield entry, self._timed(shape, replace(written, parameters=parameters))
 
+    def value_choices(self, candidate: Candidate, value: Var) -> Iterator[tuple[list[str], Candidate | str]]:
+        """The layouts that a value of the step could have, one axis elsewhere than in the plan, with the plan each
+        makes, or why there is none; that of the plan first."""
+        shape = candidate.shape
+        written, layout = self.written(shape), self._layout_of(candidate, value.name)
+        mesh = written.mesh.sizes()
+        chosen = (
+            tuple(frozenset(axes) for axes in layout.dims) if layout is not None else (frozenset[str](),) * value.ndim
+        )
+        ways = {chosen: None}
+        for axis, d in itertools.product(mesh, range(-1, value.ndim)):
+            if mesh[axis] > 1:
+                ways[tuple((x - {axis}) | ({axis} if k == d else set()) for k, x in enumerate(chosen))] = None
+        for way in ways:
+            entry = [".".join(axis for axis in mesh if axis in axes) or "-" for axes in way]
+            if way == chosen:
+                yield entry, candidate
+                continue
+            try:
+                with unchecked():
+                    yield (
+                        entry,
+                        self._timed(shape, replace(written, activations={**written.activations, value.name: entry})),
+                    )
+            except PlanError as e:
+                yield entry, str(e).splitlines()[0]
+
+    def _layout_of(self, candidate: Candidate, name: str) -> Layout | None:
+        """Of a value of the step, as a plan lays it."""
+        decided = candidate.plan.decided if candidate.plan is not None else None
+        if decided is None and self.shallow is not None and candidate.shape.pp == 1:
+            step = self.shallow.base(candidate.shape.microbatches, self._said(candidate.shape))
+            with unchecked():
+                decided = self._laid_out(step, self.written(candidate.shape)).plan.decided
+        for block in decided.layouts.values() if decided is not None else ():
+            if name in block.values and block.values[name].results:
+                return block.values[name].results[0][1]
+        return None
+
     def given_layout(self, name: str) -> list[str]:
         """Of parameters of a name or pattern, where it is given: the entry of each dim."""
         entries = (entry for pattern, entry in self._given_parameters.items() if fnmatchcase(name, pattern))

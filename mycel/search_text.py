@@ -14,7 +14,7 @@ from torch import nn
 
 from mycel.candidates import Answer, Candidate
 from mycel.errors import PlanError
-from mycel.ir import Block, Program, Var, call
+from mycel.ir import Block, Program, Var, call, walk
 from mycel.plan import Plan
 from mycel.search import Detail, Search
 from mycel.sizes import shown, span
@@ -128,11 +128,14 @@ def explained(search: Search, answer: Answer, pattern: str) -> str:
         fixed = search.given_layout(group)
         chosen = best.plan.parameters.get(group, ["-"] * len(shape)) if best.plan is not None else []
         for other, candidate in search.choices(best, group, len(shape)):
-            what = f"{span(candidate.seconds)} a step" if candidate.fits else candidate.why
-            slower = candidate.seconds - best.seconds
-            more = f", {'-' if slower < 0 else '+'}{span(abs(slower))}" if candidate.fits else ""
             how = "   given" if fixed else "   chosen" if list(other) == list(chosen) else ""
-            lines.append(f"  {_entry(other):14} {what}{more}{how}")
+            lines.append(_priced(other, candidate, best, how))
+    for value, source in _values(search.program, pattern)[
+        : GROUPS if best.shape.pp == 1 and not best.shape.place else 0
+    ]:
+        lines += ["", f"value      {value.name}   {list(value.shape)}", *([f"  made at {source}"] if source else [])]
+        for i, (other, price) in enumerate(search.value_choices(best, value)):
+            lines.append(_priced(other, price, best, "   chosen" if i == 0 else ""))
     own = {uses[name] for name in names if name.startswith(inside) and name in uses}
     lines += _equations(detail, pattern, own, [code for each in modules.values() for code in _code(each)])
     if len(lines) == 1:
@@ -142,6 +145,24 @@ def explained(search: Search, answer: Answer, pattern: str) -> str:
         raise PlanError(f"nothing is called {pattern!r}\n  try       {names_near}, an operator, or *file.py:12*")
     lines[1:1] = _expected(answer, best)
     return "\n".join([*lines, ""])
+
+
+def _priced(entry: Sequence[str], price: Candidate | str, best: Candidate, how: str) -> str:
+    """A layout with what a step takes then, and how much more than in the best plan."""
+    if isinstance(price, str) or not price.fits:
+        return f"  {_entry(entry):14} {price if isinstance(price, str) else price.why}{how}"
+    slower = price.seconds - best.seconds
+    return f"  {_entry(entry):14} {span(price.seconds)} a step, {'-' if slower < 0 else '+'}{span(abs(slower))}{how}"
+
+
+def _values(program: Program, pattern: str) -> list[tuple[Var, str]]:
+    """What forward makes under such a name, each once, with the line it is made at."""
+    by_name: dict[str, tuple[Var, str]] = {}
+    for _, eqn in walk(program):
+        for v in eqn.outputs[: eqn.phase == "forward"]:
+            if v.ndim and fnmatch(v.name, pattern):
+                by_name.setdefault(v.name, (v, eqn.line))
+    return list(by_name.values())
 
 
 def first_uses(program: Program) -> dict[str, str]:

@@ -108,6 +108,7 @@ def test_the_best_of_its_space():
 def test_tp_alone_inside_a_host_is_always_looked_at(monkeypatch):
     """Where two and four ranks of it lose to data parallelism, eight may not: they send no gradients."""
     monkeypatch.setattr("mycel.search_order.EVERYTHING", 0)
+    monkeypatch.setattr("mycel.search_order.NEARBY", 0)
     host = {"device": SMALL, "devices": 8, "levels": [{"bytes_s": 1e9, "start_s": 1e-6}]}
     answer = of(Blocks(), tokens(64, 64), host).run()
     tried = {c.shape.tp for c in answer.candidates if c.shape.dp * c.shape.tp == 8}

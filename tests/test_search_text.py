@@ -6,7 +6,7 @@ import re
 
 import pytest
 from models import llama
-from test_search import TWO, of
+from test_search import SLOW, TWO, Blocks, of
 
 from mycel import search_text
 from mycel.candidates import Candidate
@@ -35,3 +35,16 @@ def test_a_module_is_explained_by_its_parameters_and_its_lines():
     assert file.endswith("modeling_llama.py") and not others and said.count("first used at") == 3
     equations = said.split("equations")[1]
     assert "silu" in equations and "linear" in equations and "attention" not in equations
+
+
+def test_a_value_is_explained_by_what_its_other_layouts_cost():
+    plan_search = of(Blocks(), cluster=SLOW, given={"mesh": {"dp": 2, "tp": 2}})
+    answer = plan_search.run()
+    said = search_text.explained(plan_search, answer, "relu")
+    assert re.search(r"^value +relu   \[8, 16, 256\]$", said, re.MULTILINE) and "made at" in said
+    rows = [line for line in said.splitlines() if line.startswith("  [")]
+    assert rows[0].endswith("+0.0 ms   chosen") and len({row.split("]")[0] for row in rows}) == len(rows) > 4
+    other = next(row.split("]")[0].strip(" [").split(", ") for row in rows[1:] if " a step, +" in row)
+    given = {"mesh": {"dp": 2, "tp": 2}, "zero": answer.best.shape.zero, "activations": {"relu": other}}
+    pinned = of(Blocks(), cluster=SLOW, given=given).price(answer.best.shape)
+    assert f"[{', '.join(other)}]" in next(row for row in rows if search_text.span(pinned.seconds) in row)
