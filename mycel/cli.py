@@ -163,6 +163,9 @@ def find_plan(
     explain: Annotated[
         str | None, typer.Option("--explain", metavar="PATTERN", help="Choices and prices of what has such a name.")
     ] = None,
+    uncorrected: Annotated[
+        bool, typer.Option("--uncorrected", help="Of this machine: as its figures say, whatever earlier runs took.")
+    ] = False,
 ) -> None:
     """Find the fastest plan for a model on a cluster, which need not be there.
 
@@ -178,7 +181,7 @@ def find_plan(
       mycel plan diff a.yaml b.yaml
       mycel plan check plan.yaml my.yaml
     """
-    raise typer.Exit(_plan(settings or [], cluster, top, as_json, out, seconds, page, explain))
+    raise typer.Exit(_plan(settings or [], cluster, top, as_json, out, seconds, page, explain, uncorrected))
 
 
 def _plan(
@@ -190,6 +193,7 @@ def _plan(
     seconds: float | None,
     page: str | None,
     explain: str | None,
+    uncorrected: bool,
 ) -> int:
     """Search, compare or check, as the first argument says."""
     import json
@@ -218,7 +222,7 @@ def _plan(
                 raise TrainError(
                     f"{file} is a folder\n  try       {Path(file) / ('plan.html' if file == page else 'plan.yaml')}"
                 )
-        where = planner.cluster_of(cluster)
+        where = planner.cluster_of(cluster, corrected=not uncorrected)
 
         def say(text: str) -> None:
             typer.echo(f"  {text}", err=True)

@@ -712,7 +712,8 @@ class Search:
         ranked = [replace(c, peak_parts=self._peak_parts(c)) if c.fits else c for c in ranked]
         tokens = self.rows * self.length if self.is_text else self.rows
         took = time.perf_counter() - started
-        bars = plan.error_bars(self.cluster.hardware.name, self.cluster.world)
+        cluster = self.cluster
+        bars = plan.error_bars(cluster.hardware.name, cluster.world, cluster.correction, cluster.basis)
         return Answer(ranked, bound, self.flops(), tokens, self.is_text, self.cluster, took, complete, bars)
 
 

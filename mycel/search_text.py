@@ -52,10 +52,12 @@ def table(answer: Answer, top: int = 5) -> str:
 
 def _expected(answer: Answer, candidate: Candidate) -> list[str]:
     """What earlier runs on such devices make of a prediction."""
+    known = answer.cluster.correction
+    lines = [f"corrected  {known} (--uncorrected: as the figures say)"] if known is not None else []
     if answer.bars is None:
-        return []
+        return lines
     low, middle, high = answer.bars.expected(candidate.seconds)
-    return [f"expected   {span(middle)}, {span(low)} to {span(high)}: steps took {answer.bars}"]
+    return [*lines, f"expected   {span(middle)}, {span(low)} to {span(high)}: steps took {answer.bars}"]
 
 
 def row(answer: Answer, c: Candidate) -> list[str]:

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import pytest
 
-from mycel.plan.ledger import ENOUGH, Measured, error_bars, ledger_path, write_down, written_down
+from mycel.ir import Mesh
+from mycel.plan.cluster import Cluster
+from mycel.plan.ledger import (
+    ENOUGH,
+    FAR,
+    Measured,
+    basis_of,
+    correction,
+    error_bars,
+    ledger_path,
+    write_down,
+    written_down,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -65,3 +77,51 @@ def test_a_file_that_cannot_be_written_stops_nothing(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("MYCEL_LEDGER", str(tmp_path / "file" / "ledger.jsonl"))
     write_down(run(1.0))
+
+
+def seen(computing: float, waiting: float, ranks: int = 1, device: str = "mine", basis: str = "figures") -> Measured:
+    """A run that computes and waits so many times longer than its figures say: 100 ms and, of several ranks, 50 ms."""
+    waiting_s = 0.05 if ranks > 1 else 0.0
+    measured_s = computing * 0.1 + waiting * waiting_s
+    return Measured(device, ranks, 0.1 + waiting_s, measured_s, 1, 1, "a model", 9, 0.1, waiting_s, basis)
+
+
+def test_what_runs_took_corrects_the_next_prediction_by_the_same_figures():
+    for computing in (1.5, 1.4, 90.0, 1.6, 1.5):  # of which one was disturbed
+        write_down(seen(computing, 1.0))
+        write_down(seen(4.0, 1.0, device="other"))
+        write_down(seen(4.0, 1.0, basis="other figures"))
+    for _ in range(3):
+        write_down(seen(1.5, 3.0, ranks=4))
+    alone, several = correction("mine", 1, "figures"), correction("mine", 4, "figures")
+    assert alone.runs == 5 and alone.computing == pytest.approx(1.5)
+    assert several.runs == 3 and (several.computing, several.waiting) == pytest.approx((1.5, 3.0))
+    assert correction("mine", 8, "figures") is correction("mine", 1, "no such figures") is None
+    assert error_bars("mine", 4, several, "figures").middle == pytest.approx(1.0)
+    write_down(seen(1e4, 1.0, basis="far off"))
+    assert correction("mine", 1, "far off").computing == FAR
+    for _ in range(2):  # nobody ran alone: computing and waiting cannot be told apart
+        write_down(seen(2.0, 2.0, ranks=2, basis="together"))
+    together = correction("mine", 2, "together")
+    assert together.computing == together.waiting == pytest.approx(2.0)
+
+
+def test_a_cluster_is_corrected_by_runs_on_it_and_by_no_others():
+    wires = [{"name": "host", "bytes_s": 1e9, "start_s": 1e-5}]
+    device = {"name": "mine", "half": 1e12, "bytes_s": 1e11, "memory": "1GiB"}
+    cluster = Cluster.read({"device": device, "devices": 2, "levels": wires})
+    assert cluster.corrected is cluster
+    basis = basis_of(cluster.hardware)
+    write_down(seen(2.0, 1.0, basis=basis))
+    write_down(seen(2.0, 4.0, ranks=2, basis=basis))
+    slower = cluster.corrected
+    assert (
+        slower.hardware.half == cluster.hardware.half / 2 and slower.hardware.launch_s == 2 * cluster.hardware.launch_s
+    )
+    links = [each.hardware.links(Mesh(dp=2)).of(("dp",)) for each in (cluster, slower)]
+    assert links[0].seconds("all_reduce", 2, 1e6) * 4 == pytest.approx(links[1].seconds("all_reduce", 2, 1e6))
+    other = Cluster.read({"device": {**device, "bytes_s": 2e11}, "devices": 2, "levels": wires})
+    assert (
+        other.corrected is other
+        and Cluster.read({"device": device, "devices": 4, "levels": wires}).corrected.correction is None
+    )

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+import yaml
 from training import config, disk  # noqa: F401
 
 from mycel.ir import Mesh
@@ -18,7 +19,7 @@ from mycel.run.brief_probe import brief_probe
 from mycel.train import metrics, outlook
 from mycel.train.assemble import Assembly
 from mycel.train.loop import train
-from mycel.train.planner import this_machine
+from mycel.train.planner import cluster_of, this_machine
 
 RATES = {"memory": [[1e6, CPU.bytes_s / 20]], "product.fp32": [[1e6, CPU.single / 20]]}
 SLOW = {"device": "CPU", "launch_s": 20 * CPU.launch_s, "rates": RATES}
@@ -133,3 +134,24 @@ def test_what_a_call_costs_is_that_of_different_operators_one_after_the_other(mo
     rank = measuring.Probe(measuring.Processes(Mesh(), 0, torch.device("cpu")), print)
     monkeypatch.setattr(rank, "seconds", lambda fn: 12e-5 if fn.__name__ == "chain" else 2e-6)
     assert rank._launch() == pytest.approx((2e-6, 1e-5))
+
+
+def test_a_second_run_is_predicted_nearer(disk, tmp_path, monkeypatch, capsys):  # noqa: F811
+    """By figures that are wrong, which nobody but the ledger knows; without it nothing changes."""
+    probe = tmp_path / "probe.yaml"
+    fast = {"memory": [[1e6, 1e4 * CPU.bytes_s]], "product.fp32": [[1e6, 1e4 * CPU.single]]}
+    probe.write_text(yaml.safe_dump({"device": "CPU", "launch_s": CPU.launch_s / 20, "rates": fast}))
+    monkeypatch.setenv("MYCEL_PROBE", str(probe))
+    monkeypatch.setenv("MYCEL_LEDGER", str(tmp_path / "ledger.jsonl"))
+    for name in ("first", "second"):
+        train(config(disk, tmp_path / name))
+    assert "corrected: computing takes" in " ".join(capsys.readouterr().out.split())
+    first, second = written_down()
+    assert second.predicted_s > 1.5 * first.predicted_s and second.computing_s == first.computing_s
+    assert abs(math.log(second.ratio)) < abs(math.log(first.ratio))
+    assert json.loads((tmp_path / "second" / "predicted.json").read_text())["computing_s"] == first.computing_s
+    planned = cluster_of(None, corrected=True)
+    assert planned.correction is not None and planned.hardware.single < cluster_of(None).hardware.single
+    assert cluster_of("h100x2", corrected=True).correction is None
+    monkeypatch.setenv("MYCEL_LEDGER", "")
+    assert cluster_of(None, corrected=True) == cluster_of(None)

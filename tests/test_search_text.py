@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 
 import pytest
 from models import llama
 from test_search import SLOW, TWO, Blocks, of
+from typer.testing import CliRunner
 
 from mycel import search_text
 from mycel.candidates import Candidate
+from mycel.cli import app
 from mycel.errors import PlanError
+from mycel.plan import Measured, basis_of, write_down
 from mycel.search import Search
+from mycel.train.planner import this_machine
 
 
 def test_a_time_too_short_to_find_what_fits_is_not_called_that_nothing_does(monkeypatch):
@@ -48,3 +54,28 @@ def test_a_value_is_explained_by_what_its_other_layouts_cost():
     given = {"mesh": {"dp": 2, "tp": 2}, "zero": answer.best.shape.zero, "activations": {"relu": other}}
     pinned = of(Blocks(), cluster=SLOW, given=given).price(answer.best.shape)
     assert f"[{', '.join(other)}]" in next(row for row in rows if search_text.span(pinned.seconds) in row)
+
+
+def test_what_runs_here_took_is_in_a_plan_for_this_machine(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", list(sys.path))
+    monkeypatch.setenv("MYCEL_LEDGER", str(tmp_path / "ledger.jsonl"))
+    (tmp_path / "code_for_here.py").write_text(
+        "import torch\nclass Tiny(torch.nn.Linear):\n"
+        "    def forward(self, x):\n        return super().forward(x).mean()\n"
+        "def tiny():\n    return Tiny(256, 64), {'x': torch.ones(64, 256)}\n"
+    )
+    here = this_machine()
+    write_down(Measured("CPU", 1, 0.1, 0.3, 1, 1, "a model", 9, 0.1, 0.0, basis_of(here.hardware)))
+
+    def planned(*more: str) -> str:
+        done = CliRunner().invoke(app, ["plan", "code_for_here:tiny", *more])
+        assert done.exit_code == 0, done.output
+        return done.output
+
+    said = "corrected  computing takes 3.00 times"
+    assert said in planned() and "corrected" not in planned("--uncorrected")
+    assert "corrected" not in planned("--cluster", "h100x1")
+    texts = [planned("--json", *how) for how in ((), ("--uncorrected",))]
+    times = [json.loads(text[text.index("{") :])["plans"][0]["step_seconds"] for text in texts]
+    assert times[0] == pytest.approx(3 * times[1], rel=0.01)

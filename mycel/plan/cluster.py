@@ -42,6 +42,7 @@ from typing import Any
 
 from mycel.errors import PlanError, TrainError
 from mycel.plan.hardware import ALIASES, KNOWN, SEEN, WIRES, Hardware, known_name, preset_of, with_rates
+from mycel.plan.ledger import Correction, basis_of, correction
 from mycel.plan.links import Link
 from mycel.plan.mapping_file import read_mapping
 from mycel.sizes import parse_bytes, shown
@@ -110,6 +111,8 @@ class Cluster:
     hosts: int
     nominal: float  # operations a second in 16 bits, as sold: what MFU is a share of
     sizes: tuple[int, ...] = ()
+    correction: Correction | None = None  # in `hardware`: what earlier runs here took
+    basis: str = ""  # the figures that it corrects
 
     @property
     def world(self) -> int:
@@ -142,6 +145,15 @@ class Cluster:
         return replace(
             self, hosts=self.hosts * count, sizes=self.sizes * count, hardware=replace(self.hardware, levels=levels)
         )
+
+    @property
+    def corrected(self) -> Cluster:
+        """The same, by what earlier runs on as many ranks of it took against these figures."""
+        basis = basis_of(self.hardware)
+        known = correction(self.hardware.name, self.world, basis)
+        if known is None:
+            return self
+        return replace(self, hardware=known.applied(self.hardware), correction=known, basis=basis)
 
     def __str__(self) -> str:
         hosts = f"{self.hosts} hosts of {self.devices}" if self.hosts > 1 else f"{self.devices} in one host"

@@ -1,24 +1,30 @@
-"""What runs took against what was predicted of them, so that the next prediction says how far it may be off.
+"""What runs took against what was predicted of them, so that the next prediction is nearer, and says how far it may be
+off.
 
     {"device": "H200", "ranks": 1, "predicted_s": 0.41, "measured_s": 0.44, "predicted_peak": …, "peak": …, "what": …,
      "steps": 200}
 
-One line for each run, in a file of the user's, the newest last.  Runs on one device and on several are told apart:
-links are predicted less well than kernels.  A run names its device as the driver does, "NVIDIA H100 80GB HBM3", a
-cluster as its preset, "H100": both are one.
+One line for each run, in a file of the user's, the newest last. Runs on one device and on several are told apart: links
+are predicted less well than kernels. `computing_s` and `waiting_s` are the prediction by the figures alone, and `basis`
+which figures these were: how many times that runs took corrects the next prediction by the same figures, of a step
+here; those of other devices, and of other figures of this one, say nothing of it. A run names its device as the driver
+does, "NVIDIA H100 80GB HBM3", a cluster as its preset, "H100": both are one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
-from mycel.plan.hardware import known_name
+from mycel.plan.hardware import Hardware, known_name
 from mycel.sizes import span
 
 LAST = 50  # runs that count
@@ -40,6 +46,9 @@ class Measured:
     peak: int
     what: str = ""
     steps: int | None = None  # that were measured; None: that was not written down
+    computing_s: float = 0.0  # predicted by the figures of `basis` alone; 0: that was not written down
+    waiting_s: float = 0.0
+    basis: str = ""
 
     @property
     def is_steady(self) -> bool:
@@ -56,6 +65,50 @@ class Measured:
         few = "" if self.is_steady else f"; of {self.steps} step{'s' * (self.steps != 1)}, which tell little"
         times = f"{span(self.measured_s)} measured, {span(self.predicted_s)} predicted"
         return f"{times} ({error:+.0%}){few}"
+
+
+@dataclass(frozen=True)
+class Correction:
+    """How many times what figures say computing and waiting for messages took, in so many runs."""
+
+    runs: int
+    computing: float
+    waiting: float
+
+    def seconds(self, computing_s: float, waiting_s: float) -> float:
+        return self.computing * computing_s + self.waiting * waiting_s
+
+    def applied(self, hardware: Hardware) -> Hardware:
+        """A device that computes, and whose wires are, so many times slower."""
+        c, w = self.computing, self.waiting
+
+        def slower(rows: Sequence[tuple[float, float]]) -> tuple[tuple[float, float], ...]:
+            return tuple((work, speed / c) for work, speed in rows)
+
+        levels = tuple(
+            replace(
+                level,
+                bytes_s=level.bytes_s / w,
+                start_s=level.start_s * w,
+                measured=tuple((name, k, bytes_s / w, start_s * w) for name, k, bytes_s, start_s in level.measured),
+            )
+            for level in hardware.levels
+        )
+        return replace(
+            hardware,
+            half=hardware.half / c,
+            single=hardware.single / c,
+            quarter=hardware.quarter / c if hardware.quarter is not None else None,
+            bytes_s=hardware.bytes_s / c,
+            launch_s=hardware.launch_s * c,
+            rates={name: slower(curve) for name, curve in hardware.rates.items()},
+            levels=levels,
+        )
+
+    def __str__(self) -> str:
+        """For people: computing takes 1.20 times, messages 0.90 times what figures say, as in 7 runs here"""
+        messages = f", messages {self.waiting:.2f} times" if self.waiting != self.computing else " as messages do,"
+        return f"computing takes {self.computing:.2f} times{messages} what the figures say, as in {self.runs} runs here"
 
 
 @dataclass(frozen=True)
@@ -114,11 +167,47 @@ def written_down() -> list[Measured]:
     return runs
 
 
-def error_bars(device: str, ranks: int) -> ErrorBars | None:
-    """Of a device, alone or among several; None where too little was seen."""
+def basis_of(hardware: Hardware) -> str:
+    """A name for the figures of a device, without its wires."""
+    return hashlib.sha256(repr(replace(hardware, levels=())).encode()).hexdigest()[:12]
+
+
+def correction(device: str, ranks: int, basis: str) -> Correction | None:
+    """What runs of as many ranks on such a device, predicted by the same figures, took; the middle of them, and no more
+    than `FAR`: what is further off is no matter of rates.  Several ranks are told apart by their waiting where a rank
+    alone has run."""
+    runs = [run for run in _of_device(device) if run.basis == basis and run.computing_s > 0][-LAST:]
+    mine = [run for run in runs if run.ranks == ranks]
+    if not mine:
+        return None
+    alone = [run for run in runs if run.ranks == 1] if ranks > 1 else []
+    if not alone:
+        both = _middle([run.measured_s / (run.computing_s + run.waiting_s) for run in mine])
+        return Correction(len(mine), both, both)
+    computing = _middle([run.measured_s / run.computing_s for run in alone])
+    left = [(run.measured_s - computing * run.computing_s, run.waiting_s) for run in mine]
+    seen = [seconds / waiting_s for seconds, waiting_s in left if waiting_s > 0]
+    return Correction(len(mine), computing, _middle(seen) if seen else 1.0)
+
+
+def _middle(ratios: Sequence[float]) -> float:
+    return min(max(median(ratios), 1 / FAR), FAR)
+
+
+def _of_device(device: str) -> list[Measured]:
     name = known_name(device) or device
-    runs = [run for run in written_down() if (known_name(run.device) or run.device) == name]
-    alike = [run.ratio for run in runs if (run.ranks > 1) == (ranks > 1)][-LAST:]
+    return [run for run in written_down() if (known_name(run.device) or run.device) == name]
+
+
+def error_bars(device: str, ranks: int, by: Correction | None = None, basis: str = "") -> ErrorBars | None:
+    """Of a device, alone or among several; None where too little was seen.  `by`: of predictions that are corrected so,
+    where they rest on such figures."""
+    runs = [run for run in _of_device(device) if (run.ranks > 1) == (ranks > 1)]
+    if by is None:
+        alike = [run.ratio for run in runs][-LAST:]
+    else:
+        mine = [run for run in runs if run.basis == basis and run.computing_s > 0]
+        alike = [run.measured_s / by.seconds(run.computing_s, run.waiting_s) for run in mine][-LAST:]
     if len(alike) < ENOUGH:
         return None
     low, middle, high = np.percentile(alike, INSIDE)

@@ -342,7 +342,10 @@ def _measured(parts: Assembly, said: Outlook | None, steps: Steps) -> Measured |
     hardware, what = hardware_of(parts.device), f"{type(parts.module).__name__}, {parts.team}"
     peak = devices.memory_peak(parts.device)
     count = sum(count for _, count in steps.clock.paces)
-    return Measured(hardware.name, parts.team.mesh.world, said.predicted.seconds, pace_s, plan.peak, peak, what, count)
+    return Measured(
+        hardware.name, parts.team.mesh.world, said.predicted.seconds, pace_s, plan.peak, peak, what, count,
+        *said.before, said.figures,
+    )  # fmt: skip
 
 
 def _prepare(parts: Assembly) -> None:

@@ -169,5 +169,8 @@ def this_machine() -> Cluster:
     return Cluster("this machine", hardware, count, 1, nominal_of(hardware))
 
 
-def cluster_of(name: str | None) -> Cluster:
-    return Cluster.read(name) if name else this_machine()
+def cluster_of(name: str | None, corrected: bool = False) -> Cluster:
+    """One that is named, or this machine; `corrected`: by what earlier runs here took."""
+    if name:
+        return Cluster.read(name)
+    return this_machine().corrected if corrected else this_machine()

@@ -81,7 +81,8 @@ def _again(parts: Assembly) -> str:
 
 def _predicted(parts: Assembly, outlook: Outlook) -> str:
     """Of a step, and what earlier runs here have made of such predictions."""
-    bars = error_bars(hardware_of(parts.device).name, parts.team.mesh.world)
+    name, ranks = hardware_of(parts.device).name, parts.team.mesh.world
+    bars = error_bars(name, ranks, outlook.correction, outlook.figures)
     return str(outlook) if bars is None else f"{outlook}; steps took {bars}"
 
 
