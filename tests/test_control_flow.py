@@ -13,6 +13,7 @@ from control_flow import CASES
 from torch import nn
 
 import mycel
+from mycel.errors import CaptureError
 from mycel.ir import walk
 
 
@@ -492,3 +493,37 @@ def test_breakpoints_stop_when_the_program_runs(mode, monkeypatch):
     for x in (torch.ones(2), -torch.ones(2), 2 * torch.ones(2)):
         fast(x)
     assert [s["z"] for s in seen] == [[3.0, 3.0], [5.0, 5.0]] and seen[0]["y"] == [2.0, 2.0]
+
+
+class Moved(torch.nn.Module):
+    """A loop that gives a buffer other memory; a view of what it had stays as it was."""
+
+    def __init__(self, view: bool, inside: bool = False):
+        super().__init__()
+        self.register_buffer("w", torch.ones(3))
+        self.view, self.inside = view, inside
+
+    def forward(self, x, most):
+        seen = self.w[:2] if self.view else None
+        total = x[:2] * 0
+        while x.sum() < most:
+            if self.inside:
+                total = total + seen
+            self.w.data = self.w * 2
+            x = x + 1
+        return self.w[:2] + seen + total if self.view else self.w * 1
+
+
+@pytest.mark.parametrize("view, inside", [(False, False), (True, False), (True, True)])
+@pytest.mark.filterwarnings("ignore:.*runs as plain Python")
+def test_other_memory_in_a_loop_is_not_seen_by_views_of_the_old(view, inside):
+    """Where there is such a view the loop stays Python, and is refused where nothing may."""
+    x, most = torch.ones(3), torch.tensor(12.0)
+    wanted = Moved(view, inside)(x, most)
+    assert torch.equal(mycel.jit(Moved(view, inside))(x, most), wanted)
+    strict = mycel.jit(Moved(view, inside), strict=True)
+    if not view:
+        assert torch.equal(strict(x, most), wanted)
+        return
+    with pytest.raises(CaptureError, match=r"other memory in a loop.* while a view of the memory .*\n(?s:.*)copy_"):
+        strict(x, most)

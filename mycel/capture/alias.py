@@ -10,6 +10,7 @@ sum.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 from mycel.capture.fence import refuse
@@ -21,9 +22,23 @@ JOURNALS: list[dict[Cell, tuple[Any, ...]]] = []  # for each block being traced,
 class Cell:
     """The current value of one tensor object; `version` counts its writes, `home` is the journal of the block whose
     code has made it; `memory`: which of those that it has had, `formers` its values in those it had before, `of` the
-    one of its parent that it shares."""
+    one of its parent that it shares; `views`: cells that share the memory of this one."""
 
-    __slots__ = ("at", "eqn", "formers", "home", "memory", "of", "parent", "place", "seen", "var", "version")
+    __slots__ = (
+        "__weakref__",
+        "at",
+        "eqn",
+        "formers",
+        "home",
+        "memory",
+        "of",
+        "parent",
+        "place",
+        "seen",
+        "var",
+        "version",
+        "views",
+    )
 
     def __init__(self, var: Var, parent: Cell | None = None, eqn: Eqn | None = None, at: int = 0) -> None:
         self.var, self.parent, self.eqn, self.at = var, parent, eqn, at
@@ -33,6 +48,9 @@ class Cell:
         self.formers: dict[int, Cell] = {}
         self.place: Any = None  # where a lifted tensor lives, or None
         self.home = JOURNALS[-1] if JOURNALS else None
+        self.views: list[weakref.ref[Cell]] = []
+        if parent is not None:
+            parent.views.append(weakref.ref(self))
 
     def read(self) -> Var:
         """The value now."""

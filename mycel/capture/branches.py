@@ -15,7 +15,7 @@ import torch
 from mycel.capture.alias import Cell
 from mycel.capture.fence import refuse
 from mycel.capture.merge import Merge, fit
-from mycel.capture.nested import KEY, OpenBlock, branch_key, finish, free, journal, moved, opened, written
+from mycel.capture.nested import KEY, OpenBlock, branch_key, finish, free, journal, left_behind, moved, opened, written
 from mycel.capture.slots import UNDEFINED, Objects, Slot, assigned, variables
 from mycel.capture.trace import Tracer
 from mycel.capture.traced_text import shown_types
@@ -34,6 +34,7 @@ class TracedClosure:
     contents: dict[int, Any] = field(default_factory=dict)
     writes: dict[Cell, Var] = field(default_factory=dict)
     moved: set[Cell] = field(default_factory=set)  # tensors of these that have other memory
+    leaves_views: bool = False  # to the memory that one of them had
     vars: dict[int, Var] = field(default_factory=dict)  # of tensors, by id
     raised: BaseException | None = None
     _kept: list[Any] = field(default_factory=list)
@@ -78,6 +79,7 @@ def run(
                 traced.note(tracer, (traced.value, *traced.variables.values(), *new))
                 traced.writes = written(traced.section, notes)
                 traced.moved = moved(notes)
+                traced.leaves_views = left_behind(notes)
         except Exception as e:
             if not catch or e is not tracer.raised:
                 raise

@@ -87,6 +87,11 @@ class Turns:
             return fn(*(self._own(self.tracer.wrap(v)) for v in items))
 
         done = run(self.tracer, turn, self.slots, self.objects, self.names)
+        if done.leaves_views:
+            raise refuse(
+                "a tensor gets other memory in a loop (x.data = …), while a view of the memory that it has is there",
+                "x.copy_(…), which views see, or a clone() of what the view shows before the loop",
+            )
         if any(cell in done.writes for cell in self.fresh[len(self.fresh) - len(items) :] if items):
             raise refuse("a row is updated in place in a loop over a tensor", "indexing the tensor: x[i] += …")
         done.writes = {c: v for c, v in done.writes.items() if c not in self.fresh}

@@ -112,6 +112,12 @@ def moved(notes: dict[Cell, tuple[Any, ...]]) -> set[Cell]:
     return {c for c, (*_, memory, _) in notes.items() if c.memory != memory}
 
 
+def left_behind(notes: dict[Cell, tuple[Any, ...]]) -> bool:
+    """Did a tensor of outside get other memory, while outside something else shares the memory that it had?"""
+    views = (ref() for c in moved(notes) if c.home is not notes for ref in c.views)
+    return any(view is not None and view.home is not notes for view in views)
+
+
 def free(*sections: OpenBlock, outputs: Sequence[Atom] = ()) -> list[Var]:
     """Values of outside that sections and their outputs use, in order of use."""
     mine = set().union(*(s.defined for s in sections))
