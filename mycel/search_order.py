@@ -281,8 +281,10 @@ class SearchOrder:
             if best.shape.place or best.shape.pp > 1:
                 return
             for mesh in (best.shape, *space.nearby(best.shape)):
-                for zero in given.zeros if mesh == best.shape and mesh.shards > 1 else (mesh.zero,):
+                level = mesh.zero if mesh.zero in given.zeros else given.zeros[0]
+                for zero in given.zeros if mesh == best.shape and mesh.shards > 1 else (level,):
                     counts = [mesh.microbatches, *(x.microbatches for x in space.other_microbatches(mesh))]
+                    counts = [n for n in counts if n in self._counts(mesh)]
                     for count in counts if mesh == best.shape else counts[:1]:
                         if zero == 2 and count == 1:
                             continue  # it is level 1
