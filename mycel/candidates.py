@@ -9,14 +9,12 @@ from mycel.ir import Program, runs, walk
 from mycel.ops import o
 from mycel.placing import PlacedOutcome
 from mycel.plan import PLACE_AXIS, ErrorBars, Hardware, Plan, Times
-from mycel.plan.clock import TO_DEVICE, TO_HOST
 from mycel.plan.cluster import Cluster
 from mycel.plan.links import Links, sent_by
 from mycel.plan.schedule import PipelineTimes
 from mycel.planning import LaidOut, Outcome
 from mycel.search_space import Shape
 
-HOST_COPIES = (TO_HOST, TO_DEVICE)
 SMALL = 1e-3  # a value, against the largest of its block, whose layout matters little
 
 
@@ -57,10 +55,8 @@ class Candidate:
 
     @property
     def moving(self) -> float:
-        """Seconds in which a rank waits for copies to and from the host."""
-        if self.times is None or self.times.shares is not None or self.times.clock is None:
-            return 0.0
-        return sum(share.exposed for name, share in self.times.parts.items() if name in HOST_COPIES)
+        """Seconds in which a rank waits for the host."""
+        return self.times.moving if self.times is not None else 0.0
 
     @property
     def exposed(self) -> float:
@@ -82,6 +78,7 @@ class Answer:
     cluster: Cluster
     seconds: float  # what planning took
     complete: bool  # nothing was left out for want of time
+    interrupted: bool = False  # by Ctrl-C
     bars: ErrorBars | None = None  # what earlier runs on such devices have made of predictions
     remarks: tuple[str, ...] = ()  # what would be faster, and is not done unasked
 
@@ -130,8 +127,10 @@ def computed_again(outcome: Outcome | PlacedOutcome, shape: Shape) -> float:
 
 
 def bytes_sent(outcome: Outcome, laid_out: LaidOut) -> dict[str, float]:
-    """Bytes that a rank sends, by link level."""
-    return _sent(outcome.lowered.program, laid_out.clock.links)
+    """Bytes that a rank sends, by link level; of a pipeline the one that sends most."""
+    pipeline, links = outcome.lowered.pipeline, laid_out.clock.links
+    programs = pipeline.programs if pipeline is not None else (outcome.lowered.program,)
+    return max((_sent(program, links) for program in programs), key=lambda by_level: sum(by_level.values()))
 
 
 def bytes_sent_in_places(outcome: PlacedOutcome, shape: Shape, hardware: Hardware) -> dict[str, float]:
@@ -152,6 +151,8 @@ def _sent(program: Program, links: Links | None) -> dict[str, float]:
     count = runs(program)
     for name, eqn in walk(program):
         axes, size = sent_by(eqn)
+        if eqn.op is o.begin_send:  # to another stage
+            axes, size = eqn.params["axes"], sum(v.type.bytes for v in eqn.vars)
         if size and links is not None:
             level = links.of(axes).name
             by_level[level] = by_level.get(level, 0.0) + count[name] * size

@@ -29,7 +29,7 @@ from mycel.launch import launch
 from mycel.train.config import Config, PlannedConfig, dump, load, named_fields, names_model
 from mycel.train.run_folders import no_run
 
-FAILED, MISUSED = 1, 2
+FAILED, MISUSED, INTERRUPTED = 1, 2, 130
 
 app = typer.Typer(
     name="mycel",
@@ -170,7 +170,7 @@ def find_plan(
     """Find the fastest plan for a model on a cluster, which need not be there.
 
     The model is that of CONFIG.yaml and the settings a.b=c over it, or of a function of yours, module:function, that
-    returns (model, batch). It is made without data. Ctrl-C prints the best plan so far.
+    returns (model, batch). It is made without data. Ctrl-C prints the best plan so far, and the exit code is 130.
 
     \b
     Examples:
@@ -236,7 +236,7 @@ def _plan(
         if checked:
             typer.echo(search.checked(Plan.read(Path(checked))))
             return 0
-        answer = remarked(search, search.run(seconds))
+        answer = remarked(search, search.run(seconds, interruptible=True))
         if explain:
             typer.echo(search_text.explained(search, answer, explain), err=as_json)
         if page:
@@ -252,7 +252,7 @@ def _plan(
         typer.echo(f"written    {out}", err=as_json)
     if page:
         typer.echo(f"written    {page}", err=as_json)
-    return 0
+    return INTERRUPTED if answer.interrupted else 0
 
 
 Where = Annotated[

@@ -61,6 +61,7 @@ from mycel.stage_price import StagePricing, layer_runs
 
 NEAR = 0.01  # a plan this close to the bound ends the search
 RUNGS = 4  # of the ladder of prices, every so many are tried for a pipeline
+MULTIPLYING = ("product", "attention", "conv")  # kinds of operations that MFU counts
 CLOSE = 0.02  # of the memory: what figures from fewer layers may be off by
 
 
@@ -92,7 +93,9 @@ class Search:
         given: Mapping[str, Any] | None = None,
         compiled: bool = True,
         say: Callable[[str], None] = lambda text: None,
+        smaller: Callable[[int], Search] | None = None,
     ) -> None:
+        self._smaller = smaller  # for a batch of fewer rows
         self.model, self.optimizer, self.cluster = model, optimizer, cluster
         self.memory, self.compiled, self.say = memory or cluster.memory, compiled, say
         self._written, self.given = given or {}, Given.read(given or {})
@@ -623,7 +626,11 @@ class Search:
             plan.refuse_unknown_stages(written.stages, [name for name, _ in self.model.named_parameters()])
         price = self.priced(written)
         if not price.fits:
-            raise PlanError(f"the plan does not fit {shown(self.memory or 0)} a device: {price.why}")
+            raise PlanError(
+                f"the plan does not fit {shown(self.memory or 0)} a device: {price.why}\n"
+                f"  the plan  {price.shape}\n"
+                "  try       mycel plan  without it: it finds one that fits, or says what would"
+            )
         what = f"a step takes {span(price.seconds)}, {shown(price.peak)} at its peak"
         return f"it fits: {what}, at least {span(self.bound)} in any plan"
 
@@ -658,8 +665,13 @@ class Search:
         given = {name: said for name, said in given.items() if name not in without}
         memory = memory or self.memory
         other = Search(self.model, self.optimizer, self._make, cluster or self.cluster, memory, given, self.compiled)
+        other._smaller = self._smaller
         other._steps, other.shallow = self._steps, self.shallow
         return other
+
+    def with_rows(self, rows: int) -> Search | None:
+        """The same search for a batch with fewer rows; None where nobody has said how it is made smaller."""
+        return self._smaller(rows) if self._smaller is not None else None
 
     def is_given(self, name: str) -> bool:
         return name in self._written
@@ -675,17 +687,22 @@ class Search:
         return None
 
     def flops(self) -> float:
-        program, count = self.program, runs(self.program)
-        return float(sum(count[n] * e.op.cost(e.input_types, e.params).flops for n, e in walk(program) if e.op.product))
+        """Of the products of a step, attention and convolutions among them; without what is computed again."""
+        program, count, whole = self.program, runs(self.program), 0.0
+        for name, eqn in walk(program):
+            if eqn.op.rate_of(eqn.input_types, eqn.params).startswith(MULTIPLYING):
+                whole += count[name] * eqn.op.cost(eqn.input_types, eqn.params).flops * (1 - eqn.op.again)
+        return whole
 
-    def run(self, seconds: float | None = None) -> Answer:
-        """Price plans, most promising first, until nothing better is left or the time is over."""
+    def run(self, seconds: float | None = None, interruptible: bool = False) -> Answer:
+        """Price plans, most promising first, until nothing better is left or the time is over; `interruptible`: Ctrl-C
+        ends the search alone, with the best so far."""
         with without_collector():
-            return self._run(seconds)
+            return self._run(seconds, interruptible)
 
-    def _run(self, seconds: float | None) -> Answer:
+    def _run(self, seconds: float | None, interruptible: bool) -> Answer:
         started = time.perf_counter()
-        bound, complete = self.bound, True
+        bound, complete, interrupted = self.bound, True, False
 
         def late() -> bool:
             return seconds is not None and time.perf_counter() - started > seconds and bool(self.candidates)
@@ -702,9 +719,9 @@ class Search:
                 if best <= bound * (1 + NEAR):
                     break
         except KeyboardInterrupt:
-            if not any(c.fits for c in self.candidates.values()):
+            if not interruptible or not any(c.fits for c in self.candidates.values()):
                 raise
-            complete = False
+            complete, interrupted = False, True
         ranked = sorted(self.candidates.values(), key=lambda c: (not c.fits, c.seconds, str(c.shape)))
         if not any(c.fits for c in ranked):
             raise nothing_fits(self, ranked) if complete else too_short(self, ranked, time.perf_counter() - started)
@@ -714,7 +731,7 @@ class Search:
         took = time.perf_counter() - started
         cluster = self.cluster
         bars = plan.error_bars(cluster.hardware.name, cluster.world, cluster.correction, cluster.basis)
-        return Answer(ranked, bound, self.flops(), tokens, self.is_text, self.cluster, took, complete, bars)
+        return Answer(ranked, bound, self.flops(), tokens, self.is_text, cluster, took, complete, interrupted, bars)
 
 
 def _refuse_unpriced(written: Plan) -> None:

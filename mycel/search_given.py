@@ -4,7 +4,7 @@ mesh, zero, microbatches      as in a plan; the mesh with any of the axes of `se
 stages, schedule              a pipeline of so many
 place                         sub-models on ranks of their own, as in a plan; or `auto`: they are tried, even where the
                               best plan hardly waits for anything
-offload                       what may lie on the host, in every plan that is looked at
+offload                       what may lie on the host, in every plan that is looked at; none: nothing does in any
 compress                      a codec by axis, or `auto`: the search picks one, or none.  Gradients that travel
                               encoded are not quite the same, so it is never picked unasked
 gather                        with ZeRO of a level under which parameters travel so
@@ -79,6 +79,7 @@ class Given:
     gather: Mapping[str, Any] = field(default_factory=dict)
     send: Mapping[str, str] = field(default_factory=dict)
     sync: SyncPolicy | None = None
+    on_device: bool = False  # nothing may lie on the host
 
     @staticmethod
     def read(data: Mapping[str, Any]) -> Given:
@@ -138,6 +139,7 @@ class Given:
             gather=gather,
             send=read_send(data.get("send"), has_stages=True),
             sync=sync,
+            on_device=offload == "none",
         )
 
     @property
@@ -170,6 +172,8 @@ class Given:
 
     def holds(self, shape: Shape) -> bool:
         """Has a plan the axes that are named, and batch and ZeRO along those that are given for them?"""
+        if shape.offload and self.on_device:
+            return False
         if shape.place or shape.world == 1:
             return True
         same_batch = self.batch is None or _split(self.batch) == _split(read_dims(shape.batch, "batch"))

@@ -85,12 +85,30 @@ class SearchOrder:
             yield from self._neighbours()
             yield from self._nearby()
         else:
+            if self.fastest() == float("inf") and not self.given.on_device:
+                yield from self._offloaded(self._best().shape)
             yield from self._held_whole(self._best())
             yield from self._encoded()
         best = self._best().shape
         if best.tp > 1 and not best.place and self.search.ready_parameters(best):
             # layouts were compared by prices that leave out what is begun early
             yield replace(best, ready=True)
+        if self._best().exposed > GAIN * self._best().seconds and not self.search.is_shallow:
+            yield from self._as_ready(meshes)
+
+    def _as_ready(self, meshes: list[Shape]) -> Iterator[Shape]:
+        """Parameters over tp as ready plans have them, whole where these know none: what is computed twice may cost
+        less than messages."""
+        for mesh in meshes:
+            levels = self.given.zeros if mesh.shards > 1 else self.given.zeros[:1]
+            before = float("inf")
+            for zero in [level for level in levels if level != 2] if mesh.tp > 1 and mesh.cp == 1 else ():
+                shape = replace(mesh, zero=zero, microbatches=self._counts(mesh)[0], ready=True)
+                yield shape
+                seconds = self._priced(shape).seconds
+                if before < seconds < float("inf"):
+                    break
+                before = seconds
 
     def _everything(self, meshes: list[Shape]) -> Iterator[Shape]:
         """Meshes on all wires, with all levels of ZeRO and codecs, in one microbatch or two."""
@@ -265,8 +283,8 @@ class SearchOrder:
                 yield from self._pipelines(shape)
             # of a deep model only if nothing fits
             is_wanted = is_full and best.again > least and best.shape.pp == 1 and not search.is_shallow
-            if self.fastest() == float("inf") or is_wanted:
-                yield replace(shape, offload=True)
+            if (self.fastest() == float("inf") or is_wanted) and not self.given.on_device:
+                yield from self._offloaded(shape)
             yield from self._encoded()
             if self.fastest() >= best.seconds:
                 return
@@ -293,6 +311,14 @@ class SearchOrder:
                             return
                         if each not in search.candidates and search.held(each) <= self.memory:
                             yield each
+
+    def _offloaded(self, shape: Shape) -> Iterator[Shape]:
+        """With values on the host; where nothing fits, in more and more microbatches."""
+        for count in [n for n in self._counts(shape) if n >= shape.microbatches]:
+            moved = replace(shape, offload=True, microbatches=count)
+            yield moved
+            if self.fastest() < float("inf") or self.search.held(moved) > self.memory:
+                break
 
     def _held_whole(self, best: Candidate) -> Iterator[Shape]:
         """Of ZeRO 3: kinds of parameters that are not gathered, as many as there is memory for; small ones first, whose
@@ -455,7 +481,8 @@ class SearchOrder:
         kept = "".join(f"  given     {name}: {said}\n" for name, said in held.items())
         raise PlanError(
             f"no mesh of {self.space.world} devices{stages}{named} divides a batch of {self.space.rows} rows\n{kept}"
-            f"  try       a larger batch, or a mesh{' of other axes' if axes or held else ''}"
+            f"  try       a batch of {self.space.world} rows or more, or "
+            + ("a mesh of other axes" if axes or held else "another mesh")
         )
 
     # -- wires

@@ -14,12 +14,12 @@ from mycel.plan.cluster import Cluster
 from mycel.plan.compression import CANDIDATES
 from mycel.search_order import Pricing, SearchOrder
 from mycel.search_space import Shape
-from mycel.sizes import shown, span
+from mycel.sizes import rounded_up, shown, span
 
 WAITING = 0.2  # the share of a step above which it is said that ranks wait for each other
 LEFT_TO_THE_SEARCH = ("recompute", "offload", "microbatches", "zero", "stages", "parameters", "activations", "mesh")
-MORE_MEMORY = (1.005, 1.05, 1.1, 1.25, 1.5, 2, 3, 4, 6, 8)  # times what a plan needs at the least
-LOOKED_AT = 3  # plans that are named where the time was too short
+ASKED = 8  # times, how much memory a plan needs
+LOOKED_AT = 3  # plans that are named where the time was too short, or asked for what is missing
 MORE_DEVICES = (2, 4, 8, 16, 32, 64)  # times
 
 
@@ -32,6 +32,7 @@ class Searching(Pricing, Protocol):
         self, cluster: Cluster | None = ..., memory: int | None = ..., without: Collection[str] = ...
     ) -> Searching: ...
     def is_given(self, name: str) -> bool: ...
+    def with_rows(self, rows: int) -> Searching | None: ...
     def first_fit(self) -> Candidate | None: ...
     def price(self, shape: Shape) -> Candidate: ...
     def bytes_of(self, kind: str) -> int: ...
@@ -40,13 +41,13 @@ class Searching(Pricing, Protocol):
 def remarked(search: Searching, answer: Answer) -> Answer:
     """With what would be faster and changes numbers; interrupted, without."""
     best = answer.best
-    if best is None:
+    if best is None or answer.interrupted:
         return answer
     try:
         fewer = _on_fewer_devices(search, best) if answer.complete else ()
         return replace(answer, remarks=(*_with_encoded_gradients(search, best), *fewer))
     except KeyboardInterrupt:
-        return answer
+        return replace(answer, interrupted=True)
 
 
 def _with_encoded_gradients(search: Searching, best: Candidate) -> Iterator[str]:
@@ -120,7 +121,7 @@ def nothing_fits(search: Searching, ranked: Sequence[Candidate]) -> PlanError:
     parameters, state = search.bytes_of("parameter"), search.bytes_of("state")
     nearest = min(ranked, key=lambda c: (c.short, search.held(c.shape)))
     memory = search.memory or 0
-    changes = list(_that_fit(search, nearest)) or ["a smaller batch, with more devices"]
+    changes = list(_that_fit(search, ranked, nearest)) or ["a smaller batch, with more devices"]
     changes += ["more of the host's"] if any("on the host" in c.why for c in ranked) else []
     return PlanError(
         f"no plan fits {shown(memory)} a device\n"
@@ -130,18 +131,72 @@ def nothing_fits(search: Searching, ranked: Sequence[Candidate]) -> PlanError:
     )
 
 
-def _that_fit(search: Searching, nearest: Candidate) -> Iterator[str]:
-    """What is given left to the search, more memory, more devices: each tried."""
+def _that_fit(search: Searching, ranked: Sequence[Candidate], nearest: Candidate) -> Iterator[str]:
+    """What is given left to the search, more memory, a smaller batch, more devices: each tried, and as little of it as
+    is enough."""
     for name in LEFT_TO_THE_SEARCH:
         if search.is_given(name) and (best := search.otherwise(without=(name,)).first_fit()):
             yield f"the plan without {name} ({best.shape})"
-    needed = (search.memory or 0) + nearest.short
-    for share in MORE_MEMORY if nearest.short < float("inf") else ():
-        if search.otherwise(memory=int(needed * share)).price(nearest.shape).fits:
-            yield f"{shown(needed * share)} a device ({nearest.shape})"
+    if (least := _least_memory(search, ranked)) is not None:
+        yield f"{shown(least[0])} a device ({least[1]})"
+    if search.held(nearest.shape) < (search.memory or 0) and (smaller := _smaller_batch(search, nearest)) is not None:
+        yield smaller
+    if (more := _fewest_hosts(search)) is not None:
+        yield more
+
+
+def _least_memory(search: Searching, ranked: Sequence[Candidate]) -> tuple[int, Shape] | None:
+    """For the plans of which least is missing: a refusal says what is missing at the least, so it is asked again with
+    as much more."""
+    least: tuple[int, Shape] | None = None
+    here = search.memory or 0
+    for candidate in sorted(ranked, key=lambda c: (c.short, search.held(c.shape)))[:LOOKED_AT]:
+        short, needed = candidate.short, float(here)
+        for _ in range(ASKED):
+            if short == float("inf"):
+                break
+            needed = rounded_up(needed + max(short, 1.0))
+            if least is not None and needed >= least[0]:
+                break
+            again = search.otherwise(memory=int(needed)).price(candidate.shape)
+            if again.fits:
+                least = int(needed), candidate.shape
+                break
+            short = again.short
+    return least
+
+
+def _smaller_batch(search: Searching, nearest: Candidate) -> str | None:
+    """Half of the rows, or half of these, under the plan of which least is missing."""
+    rows = search.space.rows // 2
+    while rows >= max(nearest.shape.replicas, 1) and (other := search.with_rows(rows)) is not None:
+        count = min(nearest.shape.microbatches, rows // nearest.shape.replicas)
+        best = other.price(replace(nearest.shape, microbatches=count))
+        if best.fits:
+            return f"a batch of {rows} rows ({best.shape})"
+        rows //= 2
+    return None
+
+
+def _fewest_hosts(search: Searching) -> str | None:
+    """More of them, of the same kind."""
+    cluster = search.cluster
+
+    def fitting(count: int) -> tuple[Cluster, Candidate] | None:
+        more = cluster.times(2 if not cluster.sizes else count)
+        more = more if cluster.sizes else replace(more, hosts=count)
+        best = search.otherwise(cluster=more, without=("mesh", "place")).first_fit()
+        return (more, best) if best is not None else None
+
+    first = 1 if cluster.sizes else cluster.hosts
+    too_few, enough, there = first, 0, None
+    for times in MORE_DEVICES:
+        if (there := fitting(first * times)) is not None:
+            enough = first * times
             break
-    for count in MORE_DEVICES:
-        other = search.otherwise(cluster=search.cluster.times(count), without=("mesh", "place"))
-        if best := other.first_fit():
-            yield f"{other.cluster.world} devices ({best.shape})"
-            break
+        too_few = first * times
+    while there is not None and enough - too_few > 1:
+        between = (too_few + enough) // 2
+        fewer = fitting(between)
+        too_few, enough, there = (between, enough, there) if fewer is None else (too_few, between, fewer)
+    return f"{there[0].world} devices ({there[1].shape})" if there is not None else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
 
@@ -29,6 +30,12 @@ def shown(size: float) -> str:
         if abs(size) >= of:
             return f"{size / of:.2f} {unit}"
     return f"{size:.0f} bytes"
+
+
+def rounded_up(size: float) -> int:
+    """The least size of no fewer bytes that `shown` says to the byte."""
+    unit = next((of for of in (1 << 30, 1 << 20, 1 << 10) if size >= of), 1)
+    return math.ceil(math.ceil(size / unit * 100) / 100 * unit) if unit > 1 else math.ceil(size)
 
 
 def counted(count: int, noun: str) -> str:

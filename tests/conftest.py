@@ -27,10 +27,10 @@ SLOW = {
     "across", "alike", "architectures", "brute", "checkpoint_faults", "checkpoint_mesh", "checkpoint_ranks",
     "commands", "compress", "context", "control_flow_random", "cutting", "data_cache", "distribute", "docs",
     "examples", "experts", "feed", "layouts", "manual", "offload", "offload_ranks", "op_database", "optimisers",
-    "pipeline", "places", "plan", "probe", "processes", "search", "search_given", "search_places", "shallow",
-    "stage_offload", "stages", "step_memory", "step_models", "step_state", "sync", "tasks", "torch_update", "train",
-    "train_export", "train_faults", "train_lora", "train_messages", "train_ranks", "train_resume", "weights",
-    "whole_plans", "widths",
+    "pipeline", "places", "plan", "plan_command", "probe", "processes", "search", "search_devices", "search_given",
+    "search_limits", "search_places", "shallow", "stage_offload", "stages", "step_memory", "step_models", "step_state",
+    "sync", "tasks", "torch_update", "train", "train_export", "train_faults", "train_lora", "train_messages",
+    "train_ranks", "train_resume", "weights", "whole_plans", "widths",
 }  # fmt: skip
 
 

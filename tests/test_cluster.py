@@ -268,3 +268,48 @@ def test_levels_that_make_no_cluster(levels, says):
 def test_nonsense_is_refused(given, says):
     with pytest.raises(PlanError, match="(?s)" + says):
         Cluster.read(given)
+
+
+# As published, dense: operations a second in 16 bits (sums in 32) and in 8, bytes a second of memory, gigabytes of it,
+# bytes a second to other devices of a host (each way) and between hosts, where systems are sold with it.
+#   NVIDIA A100 Tensor Core GPU data sheet (June 2021; SXM): 312 TFLOPS BF16, 1,555 and 2,039 GB/s, NVLink 600 GB/s both
+#   ways; DGX A100: 200 Gb/s InfiniBand a GPU
+#   NVIDIA H100 Tensor Core GPU data sheet (SXM5): 1,979 TFLOPS BF16 and 3,958 FP8 with sparsity, 3.35 TB/s, NVLink
+#   900 GB/s both ways; DGX H100: 400 Gb/s a GPU
+#   NVIDIA H200 Tensor Core GPU data sheet (SXM): as H100, with 141 GB at 4.8 TB/s
+#   NVIDIA HGX B200 data sheet, of 8: 36 PFLOPS BF16 and 72 FP8 with sparsity, 1,440 GB at 8 TB/s each, NVLink 1.8 TB/s
+#   NVIDIA L40S data sheet: 362.05 TFLOPS BF16, 733 FP8, 48 GB at 864 GB/s, PCIe Gen4 x16 64 GB/s both ways
+#   NVIDIA Ada GPU architecture white paper, RTX 4090: 165.2 TFLOPS FP16 with FP32 sums, 330.3 FP8, 24 GB at 1,008 GB/s
+#   Huawei Ascend 910B as in "Serving Large Language Models on Huawei CloudMatrix384" (arXiv 2506.12708), and Atlas 800
+#   A2: 313 TFLOPS FP16 (910B3), 64 GB at 1.6 TB/s, HCCS 392 GB/s both ways; 910C, of two dies: 752 TFLOPS, 128 GB at
+#   3.2 TB/s, 392 GB/s each way
+PUBLISHED = {
+    "A100-40": (312e12, None, 1.555e12, 40, 300e9, 25e9), "A100-80": (312e12, None, 2.039e12, 80, 300e9, 25e9),
+    "H100": (989.5e12, 1979e12, 3.35e12, 80, 450e9, 50e9), "H200": (989.5e12, 1979e12, 4.8e12, 141, 450e9, 50e9),
+    "B200": (2250e12, 4500e12, 8e12, 180, 900e9, 50e9), "L40S": (362.05e12, 733e12, 0.864e12, 48, 32e9, None),
+    "RTX-4090": (165.2e12, 330.3e12, 1.008e12, 24, 32e9, None), "Ascend-910B": (313e12, None, 1.6e12, 64, 196e9, None),
+    "Ascend-910C": (752e12, None, 3.2e12, 128, 392e9, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_presets_are_what_data_sheets_say(name):
+    """What is sold is the sheet's; what is reached is less, and not by much."""
+    kind, (half, quarter, bytes_s, gigabytes, inside, between) = KINDS[name], PUBLISHED[name]
+    hardware = kind.hardware
+    assert kind.nominal == pytest.approx(half, rel=2e-3) and 0.7 * half < hardware.half < 0.85 * half
+    assert (quarter is None) == (hardware.quarter is None)
+    assert quarter is None or 0.5 * quarter < hardware.quarter < 0.7 * quarter
+    assert 0.75 * bytes_s < hardware.bytes_s <= 0.87 * bytes_s
+    assert hardware.memory == gigabytes << 30
+    assert 0.3 * inside <= kind.inside[1] <= 0.85 * inside
+    assert between is None or 0.8 * between < kind.between[1] < between
+    assert KINDS.keys() == PUBLISHED.keys() == KNOWN.keys()
+
+
+@pytest.mark.parametrize(
+    "name, near", [("h20", "H200"), ("a100-60", "A100-80"), ("910d", "Ascend-910"), ("l40", "L40S")]
+)
+def test_names_near_an_unknown_one_are_offered(name, near):
+    with pytest.raises(PlanError, match=f"(?s)there is no device '{name}'.*known .*H100.*try .*{near}"):
+        Cluster.read(f"{name}x8")

@@ -14,6 +14,7 @@ from torch import nn
 from mycel.ir import DEVICE
 from mycel.plan import clock
 from mycel.plan.clock import WORKSPACE
+from mycel.planning import LaidOut
 from mycel.search import Search
 from mycel.search_space import Shape
 from mycel.shallow import FEW, layer_lists, shortened
@@ -131,3 +132,24 @@ def test_a_model_has_all_its_layers_again():
         assert len(model.layers) == FEW
         raise ZeroDivisionError
     assert len(model.layers) == 12 and len(list(model.parameters())) == 24
+
+
+def test_twice_as_many_layers_are_no_more_work(monkeypatch):
+    """Of a search: what is laid out and priced, counted in equations; seconds are those of `bench/plans.py depth`."""
+    work = []
+    for layers in (32, 64):
+        equations, laid_out = [0], LaidOut.of
+
+        def counted(task, written, laid_out=laid_out, equations=equations):
+            equations[0] += sum(len(block.eqns) for block in task.program.blocks.values())
+            return laid_out(task, written)
+
+        monkeypatch.setattr(LaidOut, "of", counted)
+        given = {"mesh": {"dp": 4}, "zero": 3, "microbatches": 1}
+        plan_search = of(llama(num_hidden_layers=layers), cluster=SLOW, given=given)
+        plan_search.run()
+        monkeypatch.setattr(LaidOut, "of", laid_out)
+        blocks = plan_search.program.blocks
+        work.append((equations[0], sum(len(b.eqns) for name, b in blocks.items() if b is not plan_search.program.main)))
+    (few, distinct), (many, all_distinct) = work
+    assert few > 0 and many <= 1.2 * few and all_distinct == distinct

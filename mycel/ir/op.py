@@ -17,6 +17,7 @@ What the fields mean
   vjp       (g, y, *inputs, **params) -> one cotangent for each input (None: no gradient)
   flops     a function of the dim sizes (`d.k`, `d.rows` = product of "..."); default: one for each output element
   share     of these flops, what a structure given by params leaves: a function of the types and params; default: all
+  again     the share of these flops that compute once more what forward has computed: no work of the model's
   expand    the meaning in smaller operators, on the same arguments: its reference, and its gradient if there is no vjp
   pieces    the same where a compiler merges them with what is around: so that backward can keep what is dear of it, and
             compute the rest again
@@ -145,6 +146,7 @@ class Op:
     vjp: Callable[..., Any] | None = None
     flops: Callable[[SimpleNamespace], float] | None = None
     share: Callable[..., float] | None = None
+    again: float = 0.0
     expand: Callable[..., Any] | None = None
     pieces: Callable[..., Any] | None = None
     followed: int | None = None

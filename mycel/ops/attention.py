@@ -107,7 +107,7 @@ def forward_flops(d):
 
 
 def _backward_flops(d):
-    """Five products."""
+    """Five products, of which the scores are forward's."""
     return 2 * d.b * d.g * d.n * d.q * d.k * (3 * d.d + 2 * d.e)
 
 
@@ -362,6 +362,7 @@ def attention(
     dtype=tuple(lambda *types, at=at: types[at].dtype for at in (1, 2, 3)),
     expand=_grad_in_operators,
     flops=_backward_flops,
+    again=1 / 5,
     share=lambda g, q, k, v, mask, y, lse, *more, **how: _share(q, k, *more, **how),
     linear=((0,),),
     scratch=lambda g, *rest, **how: _plain_scratch(5, weights=4, results=2)(*rest, **how),
@@ -413,6 +414,7 @@ def attention_grad(
     dtype=lambda *types: types[4].dtype,
     expand=_mask_grad_in_operators,
     flops=forward_flops,
+    again=1.0,
     scratch=lambda g, *rest, **how: _plain_scratch(5, weights=4, results=2, always=True)(*rest, **how),
     linear=((0,),),
     examples=[

@@ -249,6 +249,7 @@ def experts(x, ids, weights, up, down, up_bias, down_bias, *, gate, form, transp
         x, weights, up, down, *(t for t in (up_bias, down_bias) if isinstance(t, Type))
     ),
     flops=lambda d: 3 * experts_flops(d),
+    again=1 / 3,
     fresh=True,
     linear=((0,),),
     product=True, rate="product", compiles=False, apart=True, waits=True,

@@ -31,7 +31,7 @@ and code is written by it.  What lies on the host is counted apart, where `ir/ar
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -121,6 +121,7 @@ class Times:
     compiled: frozenset[str] = frozenset()
     shares: Mapping[str, StreamShare] | None = None  # of a pipeline, whose ranks run different programs
     of_ranks: tuple[tuple[str, int], ...] = ()  # of it, by rank along its axis: its stages, and its peak on the device
+    waits_for_host: float = 0.0  # of it, seconds of the rank that is busiest
 
     @cached_property
     def parts(self) -> Mapping[str, StreamShare]:
@@ -129,11 +130,20 @@ class Times:
             return self.shares
         assert self.clock is not None and self.program is not None
         without = {
-            name: self.clock.summary(self.program, self.compiled, free=i)
+            name: self.clock.summary(self.program, self.compiled, free=frozenset({i}))
             for i, name in enumerate(self.clock.streams)
             if name != ON_HOST or self.totals[name]
         }
         return {name: StreamShare(self.totals[name], self.seconds - _seconds(s)) for name, s in without.items()}
+
+    @cached_property
+    def moving(self) -> float:
+        """Seconds that the step waits for the host: for copies both ways, one of which may wait for the other, and for
+        what is computed there."""
+        if self.clock is None or self.program is None or not self.clock.moves:
+            return self.waits_for_host
+        free = frozenset(map(self.clock.streams.index, (TO_HOST, TO_DEVICE, ON_HOST)))
+        return self.seconds - _seconds(self.clock.summary(self.program, self.compiled, free))
 
     def events(self) -> Iterator[Event]:
         """Every equation that takes time, as often as it runs, in the order of the program."""
@@ -202,8 +212,10 @@ class Clock:
             peak[DEVICE] = max(peak[DEVICE], held + _BlockWalk(self, program, names).peak_behind_another())
         return Times(_seconds(whole), totals, peak, held, whole.at, whole.assumed, self, program, names)
 
-    def summary(self, program: Program, compiled: frozenset[str] = frozenset(), free: int = -1) -> Summary:
-        """Of the entry; `free`: a stream whose work takes no time."""
+    def summary(
+        self, program: Program, compiled: frozenset[str] = frozenset(), free: Set[int] = frozenset()
+    ) -> Summary:
+        """Of the entry; `free`: streams whose work takes no time."""
         return _BlockWalk(self, program, compiled, free).block(program.entry, False)
 
     def events(self, program: Program, compiled: frozenset[str]) -> Iterator[Event]:
@@ -354,7 +366,7 @@ class _BlockWalk:
     clock: Clock
     program: Program
     compiled: frozenset[str]
-    free: int = -1
+    free: Set[int] = frozenset()
     _done: dict[tuple[str, bool], Summary] = field(default_factory=dict)
 
     def block(self, name: str, inside: bool) -> Summary:
@@ -376,10 +388,10 @@ class _BlockWalk:
         alive, most, where = 0, 0, ""
         for i, line in enumerate(self._lines(name, compiled)):
             inner, at = line.inner, ""
-            seconds = line.seconds if line.stream != self.free else 0.0
-            packing = line.packing if self.free else 0.0
+            seconds = line.seconds if line.stream not in self.free else 0.0
+            packing = line.packing if 0 not in self.free else 0.0
             if line.behind is not None:
-                behind = line.behind if self.free != len(state) - 1 else 0.0
+                behind = line.behind if len(state) - 1 not in self.free else 0.0
                 state[0], ahead = _later(_plus(state[0], ahead), _plus(state[-1], -behind)), 0.0
             if line.kind == "work":
                 ahead += seconds

@@ -489,7 +489,7 @@ class Plan:
                         continue
                     raise PlanError(
                         f"parameters: {pattern}: {layout} has {len(layout.dims)} dims, {name} has {len(shape)}: "
-                        f"{list(shape)}"
+                        f"{list(shape)}\n  try       {pattern}: [{', '.join(_resized(layout, len(shape)))}]"
                     )
                 used.add(pattern)
                 layouts[name] = layout
@@ -613,6 +613,11 @@ class Plan:
                 for n, axes in zip(shape, (*dims, *((),) * (len(shape) - len(dims))), strict=True)
             )
         )
+
+
+def _resized(layout: Layout, ndim: int) -> list[str]:
+    """The entries of a layout for a tensor of other dims: those behind are left out, or whole."""
+    return [".".join(axes) or "-" for axes in (*layout.dims, *((),) * ndim)][:ndim]
 
 
 def _without(axis: str, entry: Any) -> Any:

@@ -55,6 +55,7 @@ def beside_each_other(schedule: PipelineSchedule, costs: StageCosts, alone: Sequ
         clock=None,
         program=None,
         shares=shares,
+        waits_for_host=busiest.moving,
         of_ranks=tuple((names, t.peak[DEVICE]) for names, t in zip(stages, alone, strict=True)),
     )
 

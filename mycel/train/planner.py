@@ -155,7 +155,15 @@ def search(
         args, kwargs = own_batch(plan, 0, (), dict(batch)) if plan is not None else ((), batch)
         return step.unsharded(*args, **kwargs)
 
-    return Search(model, optimizer, make, cluster, memory, given, cluster.memory is not None, say)
+    def smaller(rows: int) -> Search:
+        whole = max((x.shape[0] for x in batch.values() if isinstance(x, torch.Tensor) and x.ndim), default=1)
+        cut = {
+            name: x[:rows] if isinstance(x, torch.Tensor) and x.ndim and x.shape[0] == whole else x
+            for name, x in batch.items()
+        }
+        return search(model, optimizer, cut, cluster, given, memory=memory, **settings)
+
+    return Search(model, optimizer, make, cluster, memory, given, cluster.memory is not None, say, smaller)
 
 
 def this_machine() -> Cluster:
