@@ -302,8 +302,8 @@ def test_presets_are_what_data_sheets_say(name):
     assert quarter is None or 0.5 * quarter < hardware.quarter < 0.7 * quarter
     assert 0.75 * bytes_s < hardware.bytes_s <= 0.87 * bytes_s
     assert hardware.memory == gigabytes << 30
-    assert 0.3 * inside <= kind.inside[1] <= 0.85 * inside
-    assert between is None or 0.8 * between < kind.between[1] < between
+    assert 0.3 * inside <= kind.wires[0].bytes_s <= 0.85 * inside
+    assert between is None or 0.8 * between < kind.wires[1].bytes_s < between
     assert KINDS.keys() == PUBLISHED.keys() == KNOWN.keys()
 
 

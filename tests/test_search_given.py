@@ -401,6 +401,6 @@ def test_where_nothing_fits_changes_are_named_that_do():
     wider = {**TWO, "devices": int(devices[1])}
     assert of(Two(), batch(64), wider, memory=memory).run().best.fits
     given = {"mesh": {"dp": 2}, "recompute": "none", "microbatches": 1, "offload": "none"}
-    split = of(Two(), batch(64), TWO, given={**given, "zero": 3}).run().best.peak
+    split = of(Two(), batch(64), TWO, given={**given, "zero": 1}).run().best.peak
     with pytest.raises(PlanError, match=r"try +.*the plan without zero \(dp=2, zero "):
         of(Two(), batch(64), TWO, memory=split, given={**given, "zero": 0}).run()
