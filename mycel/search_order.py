@@ -290,8 +290,11 @@ class SearchOrder:
                 return
 
     def _nearby(self) -> Iterator[Shape]:
-        """Of a small program every plan one step from the best, until none is better."""
+        """Of a small program every plan one step from the best, until none is better; not of a deep model, whose few
+        equations stand for many."""
         space, given, search = self.space, self.given, self.search
+        if search.is_shallow:
+            return
         eqns = sum(len(b.eqns) for b in search.program.blocks.values())
         fastest = float("inf")
         while self.fastest() < fastest:
