@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from stepping import adamw
@@ -73,9 +74,8 @@ def patient() -> Iterator[None]:
         time.sleep(0.003)
         return results
 
-    Processes.wait = wait  # type: ignore[method-assign]
-    yield
-    Processes.wait = plain  # type: ignore[method-assign]
+    with mock.patch.object(Processes, "wait", wait):
+        yield
 
 
 def main() -> None:

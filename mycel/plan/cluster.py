@@ -366,7 +366,7 @@ def _sizes(given: Sequence[Mapping[str, Any]], devices: int, hosts: int, where: 
         if devices % size and size % devices:
             raise PlanError(
                 f"{at}: devices is {size}, and a host has {devices}: neither divides the other\n"
-                f"  try       devices: {devices}"
+                f"  try       devices: {next(n for n in range(min(size, devices), 0, -1) if devices % n == 0)}"
             )
         if size < devices * hosts and devices * hosts % size:
             raise PlanError(
