@@ -15,7 +15,9 @@ from torch import nn
 from mycel.candidates import Answer, Candidate
 from mycel.errors import PlanError
 from mycel.ir import Block, Program, Var, call, walk
-from mycel.plan import Plan
+from mycel.plan import BLOCK, Plan, part_bars
+from mycel.plan.clock import Event
+from mycel.plan.links import message
 from mycel.search import Detail, Search
 from mycel.sizes import shown, span
 
@@ -58,6 +60,15 @@ def _expected(answer: Answer, candidate: Candidate) -> list[str]:
         return lines
     low, middle, high = answer.bars.expected(candidate.seconds)
     return [*lines, f"expected   {span(middle)}, {span(low)} to {span(high)}: steps took {answer.bars}"]
+
+
+def _parts_expected(answer: Answer, events: Sequence[Event]) -> Iterator[str]:
+    """The same of blocks, and of each collective, of the kinds that some equations are."""
+    cluster, sent = answer.cluster, [(message(event.eqn)[0], event.stream) for event in events]
+    for kind in dict.fromkeys(f"{name} over {level}" if name else BLOCK for name, level in sent):
+        bars = part_bars(cluster.hardware.name, cluster.world, kind, cluster.correction, cluster.basis)
+        if bars is not None:
+            yield f"expected   {'blocks' if kind == BLOCK else kind} took {bars}"
 
 
 def row(answer: Answer, c: Candidate) -> list[str]:
@@ -139,13 +150,14 @@ def explained(search: Search, answer: Answer, pattern: str) -> str:
         for i, (other, price) in enumerate(search.value_choices(best, value)):
             lines.append(_priced(other, price, best, "   chosen" if i == 0 else ""))
     own = {uses[name] for name in names if name.startswith(inside) and name in uses}
-    lines += _equations(detail, pattern, own, [code for each in modules.values() for code in _code(each)])
+    events = [*_matching(detail, pattern, own, [code for each in modules.values() for code in _code(each)])]
+    lines += _equations(detail, events)
     if len(lines) == 1:
         alike = {re.sub(r"\d+", "*", name) for name in detail.parameters}
         near = get_close_matches(pattern, sorted(alike), 3, 0.3)
         names_near = ", ".join(near) or "a parameter"
         raise PlanError(f"nothing is called {pattern!r}\n  try       {names_near}, an operator, or *file.py:12*")
-    lines[1:1] = _expected(answer, best)
+    lines[1:1] = [*_expected(answer, best), *_parts_expected(answer, events)]
     return "\n".join([*lines, ""])
 
 
@@ -199,16 +211,22 @@ def _is_inside(source: str, code: Sequence[tuple[str, range]]) -> bool:
     return any(path.endswith(file) and line.isdigit() and int(line) in lines for path, lines in code if file)
 
 
-def _equations(detail: Detail, pattern: str, own: Set[str], code: Sequence[tuple[str, range]]) -> list[str]:
-    """Equations of such a name, operator or line, on one of `own` or in some code: what all of them take in a step, by
-    line."""
-    seconds: dict[tuple[str, str, str], list[float]] = {}
+def _matching(detail: Detail, pattern: str, own: Set[str], code: Sequence[tuple[str, range]]) -> Iterator[Event]:
+    """Equations of such a name, operator or line, on one of `own` or in some code."""
     for event in detail.times.events():
         eqn = event.eqn
         texts = [*(v.name for v in eqn.outputs), eqn.op.name, eqn.line, str(eqn.params.get("op", ""))]
         if eqn.source in own or _is_inside(eqn.source, code) or any(fnmatch(text, pattern) for text in texts):
-            results = ", ".join(str(v.type) for v in eqn.outputs[:2]) or eqn.op.name
-            seconds.setdefault((eqn.op.name, results, eqn.line), []).append(event.end - event.start)
+            yield event
+
+
+def _equations(detail: Detail, events: Sequence[Event]) -> list[str]:
+    """What all of them take in a step, by line."""
+    seconds: dict[tuple[str, str, str], list[float]] = {}
+    for event in events:
+        eqn = event.eqn
+        results = ", ".join(str(v.type) for v in eqn.outputs[:2]) or eqn.op.name
+        seconds.setdefault((eqn.op.name, results, eqn.line), []).append(event.end - event.start)
     ranked = sorted(seconds.items(), key=lambda x: -sum(x[1]))
     head = ["", f"equations   of the step as drawn: {detail.what}" if detail.what else "equations"] if ranked else []
     return [

@@ -164,6 +164,25 @@ def test_events_are_the_same_time(program):
         assert all(a.end <= b.start + 1e-12 for a, b in itertools.pairwise(mine)), "a stream does one thing at a time"
 
 
+def test_waiting_is_told_by_collective_and_computing_by_block():
+    """By hand: what begins beside blocks is waited for as long as they do not cover it, and costs `busy`; what a block
+    computes has no message in it."""
+    how = [f'axes=("{axis}",), count=2' for axis in ("tp", "dp")]
+    text = block("layer", f"  a: {SHAPE} = matmul(x, x)\n  y: {SHAPE} = all_reduce(a, {how[0]})")
+    body = [f'  t: i64[] = begin(x, {how[1]}, op="all_reduce")', f"  a: {SHAPE} = call(x, block=@layer)"]
+    body += [f"  b: {SHAPE} = call(a, block=@layer)", f'  z: {SHAPE} = finish(t, x, {how[1]}, op="all_reduce")']
+    program = check(Program.parse(text + block("main", "\n".join([*body, f"  y: {SHAPE} = add(b, z)"]))))
+    times, costs = clock(program, CPU, LINKS), Costs(program, CPU, False, LINKS)
+    product, inside = (costs.seconds(eqn) for eqn in program.blocks["layer"].eqns)
+    across, added = costs.message(program.main.eqns[0]), costs.seconds(program.main.eqns[-1])
+    busy = SLOW.busy * across
+    waits = times.waits()
+    assert near(times.computing("layer"), product) and near(waits["all_reduce", ("tp",)], 2 * inside)
+    exposed = max(0.0, across - busy - 2 * (product + inside))
+    assert exposed > 0 and near(waits["all_reduce", ("dp",)], busy + exposed)
+    assert near(times.seconds, sum(waits.values()) + 2 * product + added)
+
+
 @settings(max_examples=100, deadline=None)
 @given(programs())
 def test_the_total_lies_between_computing_alone_and_one_thing_after_the_other(program):

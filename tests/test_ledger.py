@@ -7,13 +7,17 @@ import pytest
 from mycel.ir import Mesh
 from mycel.plan.cluster import Cluster
 from mycel.plan.ledger import (
+    BLOCK,
     ENOUGH,
     FAR,
+    Correction,
     Measured,
+    PartTimes,
     basis_of,
     correction,
     error_bars,
     ledger_path,
+    part_bars,
     write_down,
     written_down,
 )
@@ -125,3 +129,21 @@ def test_a_cluster_is_corrected_by_runs_on_it_and_by_no_others():
         other.corrected is other
         and Cluster.read({"device": device, "devices": 4, "levels": wires}).corrected.correction is None
     )
+
+
+def test_bars_of_blocks_and_of_collectives_are_their_own():
+    """By hand; a level that nobody has seen has the bars of the same collective over others, another one has none."""
+    for ratio in (1.0, 2.0, 3.0):
+        blocks = tuple(PartTimes(BLOCK, f"layer_{k}", 4, 0.01, 0.01 * ratio * k) for k in (1, 2))
+        hidden = PartTimes("all_gather over host", "all_gather over dp", 4, 0.0, 0.5)
+        parts = (*blocks, PartTimes("all_reduce over host", "all_reduce over tp", 8, 0.02, 0.1 * ratio), hidden)
+        write_down(Measured("mine", 2, 0.1, 0.1, 1, 1, basis="figures", parts=parts))
+    assert written_down()[-1].parts == parts
+    assert part_bars("mine", 4, BLOCK).middle == pytest.approx(2.5) and part_bars("mine", 4, BLOCK).runs == 3
+    assert part_bars("mine", 2, "all_reduce over host") == part_bars("mine", 2, "all_reduce over network")
+    assert part_bars("mine", 2, "all_reduce over host").middle == pytest.approx(10.0)
+    assert part_bars("mine", 2, "all_gather over host") is part_bars("mine", 1, BLOCK) is None
+    by = Correction(3, 2.5, 5.0)
+    assert part_bars("mine", 2, BLOCK, by, "figures").middle == pytest.approx(1.0)
+    assert part_bars("mine", 2, "all_reduce over host", by, "figures").middle == pytest.approx(2.0)
+    assert part_bars("mine", 2, BLOCK, by, "other figures") is None

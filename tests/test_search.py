@@ -322,12 +322,17 @@ class Pairs(nn.Module):
 def test_what_is_explained_says_how_far_predictions_were_off(tmp_path, monkeypatch):
     monkeypatch.setenv("MYCEL_LEDGER", str(tmp_path / "ledger.jsonl"))
     for ratio in (1.0, 1.2, 1.4):
-        plan.write_down(plan.Measured("NVIDIA H100 80GB HBM3", 8, 0.1, 0.1 * ratio, 1, 1))
+        kinds = {plan.BLOCK: 2.0, "all_reduce over network": 3.0, "all_to_all over network": 4.0}
+        parts = tuple(plan.PartTimes(kind, kind, 1, 0.1, 0.1 * x * ratio) for kind, x in kinds.items())
+        plan.write_down(plan.Measured("NVIDIA H100 80GB HBM3", 8, 0.1, 0.1 * ratio, 1, 1, parts=parts))
     said = []
-    for cluster in ("h100x2", "a100x2"):
-        plan_search = of(Blocks(), cluster=cluster)
-        said.append(search_text.explained(plan_search, plan_search.run(), "table.weight"))
+    for cluster, what in [("h100x2", "table.weight"), ("a100x2", "table.weight"), ("h100x2", "all_reduce")]:
+        plan_search = of(Blocks(), cluster=cluster, given={"mesh": {"dp": 2}, "zero": 0})
+        said.append(search_text.explained(plan_search, plan_search.run(), what))
     assert "1.20 times what was predicted" in said[0] and "expected" not in said[1]
+    assert "blocks took" not in said[0], "no equation is shown"
+    assert "expected   all_reduce over nvlink took 3.60 times what was predicted" in said[2]
+    assert "all_to_all" not in said[2]
 
 
 @pytest.mark.parametrize("ranks, ratio, most", [(16, 1, 0.6), (16, 4, 0.75), (8, 4, 1.0)])

@@ -12,7 +12,7 @@ from pages import check_colors
 
 import mycel
 from mycel.ir import Mesh
-from mycel.plan import Plan, Predicted
+from mycel.plan import Plan, Predicted, clock, hardware_of
 from mycel.plan.schedule import StageCosts, named, step_name, timeline
 from mycel.run.trace import STEP, Span, chrome_trace
 from mycel.schedule_page import schedule_page
@@ -41,6 +41,33 @@ def test_of_one_device():
     step(**batch)
     assert trace.spans == [spans] and step.traced is trace
     assert "measured step" in step.explain()
+
+
+def test_a_block_is_timed_without_the_messages_in_it():
+    """One step of this rank, by blocks and messages, beside the clock's; a step that has ended is timed no more."""
+    step, batch = one_step()
+    step(**batch)
+    with step.timing() as timed:
+        step(**batch)
+    hardware = hardware_of(torch.device("cpu"))
+    real = timed.parts(hardware)
+    names = [p.name.rpartition("_")[0] for p in real]
+    assert names == [f"llama_decoder_layer_{x}" for x in ("forward", "backward")] and {p.calls for p in real} == {3}
+    times = clock(step.program, hardware)
+    assert sum(p.predicted_s for p in real) < times.seconds and all(p.predicted_s and p.measured_s for p in real)
+    took = [p.measured_s for p in real]
+    step(**batch)
+    assert [p.measured_s for p in timed.parts(hardware)] == took
+    layer = real[0].name
+    timed.spans = [
+        Span(layer, 0, 10.0, 20.0), Span("all_reduce", 0, 12.0, 15.0, "dp"), Span(layer, 1, 30.0, 31.0),
+        Span("all_reduce", 1, 40.0, 42.0, "dp"), Span(STEP, 0, 0.0, 50.0),
+    ]  # fmt: skip
+    block, message = timed.parts(hardware)
+    assert (block.kind, block.calls, block.measured_s) == ("block", 2, 8.0)
+    assert block.predicted_s == pytest.approx(2 / 3 * real[0].predicted_s)
+    assert (message.kind, message.name) == ("all_reduce over network", "all_reduce over dp")
+    assert (message.calls, message.measured_s, message.predicted_s) == (2, 5.0, 0.0)
 
 
 def trace_of(name: str) -> StepTrace:

@@ -127,6 +127,13 @@ def test_losses_are_those_of_one_process_under_every_plan(disk, tmp_path, worlds
         and "2 (batch) x 1 (accumulate) x 2 (devices)" in outputs[0]
     )
     assert all(text == "run ended with 0\n" * len(PLANS) for text in outputs[1:])
+    said = json.loads((tmp_path / "zero3+tp" / "predicted.json").read_text())
+    kinds = {part["kind"] for part in said["parts"]}
+    assert {"block", "all_reduce over network", "all_gather over network"} <= kinds, kinds
+    blocks = {p["name"]: p for p in said["parts"] if p["kind"] == "block"}
+    assert {name.rpartition("_")[0] for name in blocks} >= {f"llama_decoder_layer_{x}" for x in ("forward", "backward")}
+    assert all(p["calls"] == 2 and p["predicted_s"] > 0 for p in blocks.values())
+    assert all(p["measured_s"] > 0 for p in said["parts"]), "each rank waits at each message"
     exported, serial = (load_file(run / "model" / "model.safetensors") for run in (tmp_path / "zero3+tp", alone))
     assert exported.keys() == serial.keys() and all(
         torch.allclose(exported[k], serial[k], rtol=1e-5, atol=1e-5) for k in exported

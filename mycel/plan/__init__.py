@@ -12,7 +12,18 @@ from mycel.plan.hardware import CPU, Hardware, hardware_of, probe_path, probe_te
 from mycel.plan.host_update import HostUpdate, host_updates, leaving_gradients, needed_last
 from mycel.plan.idle_experts import expert_weights, refuse_idle, warn_of_unsplit
 from mycel.plan.known import KnownLayouts
-from mycel.plan.ledger import Correction, ErrorBars, Measured, basis_of, correction, error_bars, write_down
+from mycel.plan.ledger import (
+    BLOCK,
+    Correction,
+    ErrorBars,
+    Measured,
+    PartTimes,
+    basis_of,
+    correction,
+    error_bars,
+    part_bars,
+    write_down,
+)
 from mycel.plan.links import Links
 from mycel.plan.list_schedules import searched
 from mycel.plan.offload import (
@@ -64,17 +75,17 @@ from mycel.plan.synchronising import SyncPolicy
 from mycel.plan.travels import staying, travels
 
 __all__ = [
-    "AUTO", "CANDIDATES", "COMPUTE", "CPU", "KINDS", "PLACE_AXIS", "STAGE_AXIS", "UPDATE", "Absence", "BlockLayouts",
-    "Clock", "Copies", "Correction", "Costs", "Decided", "Decision", "ErrorBars", "Fp8Products", "Hardware",
-    "HostUpdate", "KeepChoices", "KnownLayouts", "Layouts", "Links", "Measured", "MovedValue", "Offload", "Offloaded",
-    "PipelineSchedule", "Place", "Plan", "Predicted", "Residuals", "Solved", "StageCosts", "StageCutter", "StepBody",
-    "StepFlow", "StreamShare", "StreamedInput", "SyncPolicy", "Times", "Visit", "absences", "backward_inputs",
-    "backward_part", "basis_of", "beside_each_other", "block_memory", "chunk_bytes", "clock", "close_names",
-    "correction", "cut_blocks", "decide", "digest", "equation_key", "error_bars", "expert_weights", "expressions",
-    "fp8_products", "handed_to", "hardware_of", "host_updates", "ladder", "last_that_fits", "leaving_gradients", "less",
-    "message_bytes", "modules_around", "needed_last", "of_stages", "orders_text", "paired", "parameter_inputs",
-    "parameter_layouts", "probe_path", "probe_text", "ready_plans", "refuse_idle", "refuse_unknown_stages",
-    "refuse_without_fp8", "residuals", "searched", "solve", "splits", "stage_costs", "starts_of", "state_inputs",
-    "staying", "step_names", "step_seconds", "timeline", "travels", "twins", "visits", "warn_of_unsplit", "with_link",
-    "with_rates", "write_down",
+    "AUTO", "BLOCK", "CANDIDATES", "COMPUTE", "CPU", "KINDS", "PLACE_AXIS", "STAGE_AXIS", "UPDATE", "Absence",
+    "BlockLayouts", "Clock", "Copies", "Correction", "Costs", "Decided", "Decision", "ErrorBars", "Fp8Products",
+    "Hardware", "HostUpdate", "KeepChoices", "KnownLayouts", "Layouts", "Links", "Measured", "MovedValue", "Offload",
+    "Offloaded", "PartTimes", "PipelineSchedule", "Place", "Plan", "Predicted", "Residuals", "Solved", "StageCosts",
+    "StageCutter", "StepBody", "StepFlow", "StreamShare", "StreamedInput", "SyncPolicy", "Times", "Visit", "absences",
+    "backward_inputs", "backward_part", "basis_of", "beside_each_other", "block_memory", "chunk_bytes", "clock",
+    "close_names", "correction", "cut_blocks", "decide", "digest", "equation_key", "error_bars", "expert_weights",
+    "expressions", "fp8_products", "handed_to", "hardware_of", "host_updates", "ladder", "last_that_fits",
+    "leaving_gradients", "less", "message_bytes", "modules_around", "needed_last", "of_stages", "orders_text",
+    "paired", "parameter_inputs", "parameter_layouts", "part_bars", "probe_path", "probe_text", "ready_plans",
+    "refuse_idle", "refuse_unknown_stages", "refuse_without_fp8", "residuals", "searched", "solve", "splits",
+    "stage_costs", "starts_of", "state_inputs", "staying", "step_names", "step_seconds", "timeline", "travels",
+    "twins", "visits", "warn_of_unsplit", "with_link", "with_rates", "write_down",
 ]  # fmt: skip

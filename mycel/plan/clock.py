@@ -39,6 +39,7 @@ from mycel.ir import (
     CONTROL,
     DEVICE,
     HOST,
+    Axes,
     Block,
     Eqn,
     Program,
@@ -91,6 +92,29 @@ class Event:
     end: float
     block: str
     eqn: Eqn
+
+
+@dataclass(frozen=True)
+class Passage:
+    """One equation as the stream that computes comes by it: when it comes, and when it goes on; `sent`: when another
+    stream works at it."""
+
+    block: str
+    line: Line
+    came: float
+    left: float
+    sent: tuple[float, float] | None = None
+
+    def events(self, streams: Sequence[str]) -> Iterator[Event]:
+        """Packing and unpacking are computing."""
+        line, eqn = self.line, self.line.eqn
+        if line.kind == "work" and line.seconds:
+            yield Event(COMPUTE, self.came, self.left, self.block, eqn)
+        if line.packing:
+            start = self.left - line.packing if line.kind == "finish" else self.came
+            yield Event(COMPUTE, start, start + line.packing, self.block, eqn)
+        if self.sent is not None:
+            yield Event(streams[line.stream], *self.sent, self.block, eqn)
 
 
 @dataclass(frozen=True)
@@ -149,6 +173,16 @@ class Times:
         """Every equation that takes time, as often as it runs, in the order of the program."""
         assert self.clock is not None and self.program is not None
         return self.clock.events(self.program, self.compiled)
+
+    def waits(self) -> dict[tuple[str, Axes], float]:
+        """By collective and axes, how long computing stays at its messages."""
+        assert self.clock is not None and self.program is not None
+        return self.clock.waits(self.program, self.compiled)
+
+    def computing(self, block: str) -> float:
+        """Seconds of one run of a block, without its messages."""
+        assert self.clock is not None and self.program is not None
+        return self.clock.computing(self.program, block, self.compiled)
 
     def points(self) -> dict[tuple[object, ...], int]:
         """Bytes alive besides inputs at the first, the last and the fullest of the equations that do the same."""
@@ -219,7 +253,26 @@ class Clock:
         return _BlockWalk(self, program, compiled, free).block(program.entry, False)
 
     def events(self, program: Program, compiled: frozenset[str]) -> Iterator[Event]:
-        return _BlockWalk(self, program, compiled).events(program.entry, False, [0.0] * len(self.streams))
+        for passage in self._passages(program, compiled):
+            yield from passage.events(self.streams)
+
+    def waits(self, program: Program, compiled: frozenset[str]) -> dict[tuple[str, Axes], float]:
+        """By collective and axes, how long the stream that computes stays at its messages, packing and unpacking
+        included."""
+        seconds: dict[tuple[str, Axes], float] = {}
+        for passage in self._passages(program, compiled):
+            eqn = passage.line.eqn
+            name, axes, _ = message(eqn) if eqn.op is not o.finish else (eqn.params["op"], eqn.params["axes"], 0)
+            if name:
+                seconds[name, axes] = seconds.get((name, axes), 0.0) + passage.left - passage.came
+        return seconds
+
+    def computing(self, program: Program, name: str, compiled: frozenset[str]) -> float:
+        """Seconds of one run of a block, without its messages."""
+        return _BlockWalk(self, program, compiled).block(name, False).totals[0]
+
+    def _passages(self, program: Program, compiled: frozenset[str]) -> Iterator[Passage]:
+        return _BlockWalk(self, program, compiled).passages(program.entry, False, [0.0] * len(self.streams))
 
     def spans(self, program: Program, name: str, compiled: Collection[str] = ()) -> list[tuple[float, float]]:
         """For each equation of a block, when the stream that computes comes to it and when it is done (what it begins,
@@ -447,35 +500,33 @@ class _BlockWalk:
             (*turns.assumed, f"{TURNS} turns of the loop at {eqn.line or 'an unknown line'}"),
         )
 
-    def events(self, name: str, inside: bool, state: Row) -> Iterator[Event]:
-        """Goes through the block from a state, which it changes."""
+    def passages(self, name: str, inside: bool, state: Row) -> Iterator[Passage]:
+        """Goes through the block from a state, which it changes; what holds blocks is what they hold."""
         compiled = inside or name in self.compiled
-        streams = self.clock.streams
         tokens: dict[int, float] = {}
         for i, line in enumerate(self._lines(name, compiled)):
             if line.behind is not None:
                 state[0] = max(state[0], state[-1] - line.behind)
-            start = state[0]
+            came, sent = state[0], None
             if line.kind == "work":
                 state[0] += line.seconds
-                if line.seconds:
-                    yield Event(COMPUTE, start, state[0], name, line.eqn)
             elif line.kind == "hold":
                 for ref in self._turns(line.eqn, compiled):
-                    yield from self.events(ref, compiled, state)
+                    yield from self.passages(ref, compiled, state)
+                continue
             elif line.kind == "finish":
-                state[0] = max(state[0], tokens[line.token])
-                yield from _copying(state, line.packing, name, line.eqn)
+                state[0] = max(state[0], tokens[line.token]) + line.packing
             elif line.kind != "leave":
-                yield from _copying(state, line.packing, name, line.eqn)
+                state[0] += line.packing
                 start = max(state[line.stream], *([tokens[begun] for begun in line.after] or [state[0]]))
                 state[line.stream] = start + line.seconds
-                yield Event(streams[line.stream], start, start + line.seconds, name, line.eqn)
+                sent = start, state[line.stream]
                 if line.kind == "wait":
                     state[0] = state[line.stream]
                 else:
                     tokens[i] = state[line.stream]
                     state[0] += line.busy * line.seconds
+            yield Passage(name, line, came, state[0], sent)
 
     def alive(self, name: str, before: int = 0) -> Iterator[tuple[tuple[object, ...], int]]:
         """What each equation does and the bytes alive while it runs, of a block and of the bodies of its scans."""
@@ -550,13 +601,6 @@ class _BlockWalk:
 
 
 # -- times as the largest of sums
-
-
-def _copying(state: Row, seconds: float, block: str, eqn: Eqn) -> Iterator[Event]:
-    """Packing or unpacking, as computing."""
-    if seconds:
-        yield Event(COMPUTE, state[0], state[0] + seconds, block, eqn)
-        state[0] += seconds
 
 
 def _unit(count: int) -> Matrix:

@@ -4,7 +4,8 @@ off.
     {"device": "H200", "ranks": 1, "predicted_s": 0.41, "measured_s": 0.44, "predicted_peak": …, "peak": …, "what": …,
      "steps": 200}
 
-One line for each run, in a file of the user's, the newest last. Runs on one device and on several are told apart: links
+One line for each run, in a file of the user's, the newest last; with `parts`, what single blocks and collectives of one
+step took. Runs on one device and on several are told apart: links
 are predicted less well than kernels. `computing_s` and `waiting_s` are the prediction by the figures alone, and `basis`
 which figures these were: how many times that runs took corrects the next prediction by the same figures, of a step
 here; those of other devices, and of other figures of this one, say nothing of it. A run names its device as the driver
@@ -27,11 +28,25 @@ import numpy as np
 from mycel.plan.hardware import Hardware, known_name
 from mycel.sizes import span
 
+BLOCK = "block"  # a kind of part
 LAST = 50  # runs that count
 ENOUGH = 3  # runs from which something can be said
+SEEN_S = 1e-6  # of a part: what is predicted to take less is hidden, and has no ratio
 STEADY = 5  # steps from which a run says what one takes
 INSIDE = (10, 50, 90)  # percent
 FAR = 5  # times, from which on a prediction has missed what runs take
+
+
+@dataclass(frozen=True)
+class PartTimes:
+    """All runs of a block in one step of one rank, without their messages; or how long computing stayed at the messages
+    of a kind, packing and waiting for other ranks included.  kind: BLOCK, or "all_reduce over network"."""
+
+    kind: str
+    name: str
+    calls: int
+    predicted_s: float  # by the figures alone, as `Measured.computing_s` is
+    measured_s: float
 
 
 @dataclass(frozen=True)
@@ -49,6 +64,7 @@ class Measured:
     computing_s: float = 0.0  # predicted by the figures of `basis` alone; 0: that was not written down
     waiting_s: float = 0.0
     basis: str = ""
+    parts: tuple[PartTimes, ...] = ()  # where they are known
 
     @property
     def is_steady(self) -> bool:
@@ -160,8 +176,9 @@ def written_down() -> list[Measured]:
         return []
     runs = []
     for line in path.read_text(errors="replace").splitlines():
-        with contextlib.suppress(ValueError, TypeError):
-            run = Measured(**json.loads(line))
+        with contextlib.suppress(ValueError, TypeError, AttributeError):
+            said = json.loads(line)
+            run = Measured(**{**said, "parts": tuple(PartTimes(**part) for part in said.get("parts", ()))})
             if run.predicted_s > 0 and run.measured_s > 0:
                 runs.append(run)
     return runs
@@ -210,5 +227,21 @@ def error_bars(device: str, ranks: int, by: Correction | None = None, basis: str
         alike = [run.measured_s / by.seconds(run.computing_s, run.waiting_s) for run in mine][-LAST:]
     if len(alike) < ENOUGH:
         return None
-    low, middle, high = np.percentile(alike, INSIDE)
-    return ErrorBars(len(alike), float(low), float(middle), float(high))
+    return _bars(len(alike), alike)
+
+
+def part_bars(device: str, ranks: int, kind: str, by: Correction | None = None, basis: str = "") -> ErrorBars | None:
+    """The same of blocks, or of a collective over a level of links; where too few runs had that level, over any."""
+    runs = [run for run in _of_device(device) if (run.ranks > 1) == (ranks > 1)]
+    runs = [run for run in runs if run.parts and (by is None or run.basis == basis)][-LAST:]
+    times = 1.0 if by is None else by.computing if kind == BLOCK else by.waiting
+    for is_such in (lambda x: x == kind, lambda x: x.partition(" over ")[0] == kind.partition(" over ")[0]):
+        seen = [[p for p in run.parts if is_such(p.kind) and p.predicted_s > SEEN_S] for run in runs]
+        if (count := sum(map(bool, seen))) >= ENOUGH:
+            return _bars(count, [p.measured_s / (p.predicted_s * times) for parts in seen for p in parts])
+    return None
+
+
+def _bars(runs: int, ratios: Sequence[float]) -> ErrorBars:
+    low, middle, high = np.percentile(ratios, INSIDE)
+    return ErrorBars(runs, float(low), float(middle), float(high))

@@ -30,6 +30,7 @@ from mycel.step.auto_plan import Undecided
 from mycel.step.compiled_step import CompiledStep
 from mycel.step.compiler import StepCompiler
 from mycel.step.gradients import trained
+from mycel.step.part_times import TimedStep
 from mycel.step.router_watch import RouterWatch
 from mycel.step.settings import Settings
 from mycel.step.step_state import StepState
@@ -390,6 +391,20 @@ class Step(StepCompiler):
         spans_by_rank = self.state.process.tell([span.data() for span in spans])
         trace.spans = [[Span(**data) for data in each] for each in spans_by_rank]
         self.traced = trace
+
+    @contextlib.contextmanager
+    def timing(self) -> Iterator[TimedStep]:
+        """A context in which one step is taken, of the last batch's signature: what its blocks and messages take on
+        this rank, where they can be timed."""
+        entry = self._entry()
+        timed = TimedStep(entry)
+        if entry.replayed is not None or entry.code is None or entry.plan.place:
+            yield timed
+            return
+        with recording(entry.code, entry.program, self.device) as spans:
+            yield timed
+        if self._entry() is entry:
+            timed.spans = spans
 
     @property
     def plan(self) -> plan.Plan:

@@ -342,9 +342,10 @@ def _measured(parts: Assembly, said: Outlook | None, steps: Steps) -> Measured |
     hardware, what = hardware_of(parts.device), f"{type(parts.module).__name__}, {parts.team}"
     peak = devices.memory_peak(parts.device)
     count = sum(count for _, count in steps.clock.paces)
+    timed = steps.timed.parts(said.hardware) if steps.timed is not None and said.hardware is not None else ()
     return Measured(
         hardware.name, parts.team.mesh.world, said.predicted.seconds, pace_s, plan.peak, peak, what, count,
-        *said.before, said.figures,
+        *said.before, said.figures, timed,
     )  # fmt: skip
 
 

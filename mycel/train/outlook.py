@@ -38,6 +38,7 @@ class Outlook:
     figures: str = ""
     before: tuple[float, float] = (0.0, 0.0)
     correction: Correction | None = None
+    hardware: Hardware | None = None  # as the figures have it
 
     def __str__(self) -> str:
         """For people: 640.1 ms a step: computing 600.0 ms, host 80.0 ms (40.1 ms exposed); by a short look at …"""
@@ -53,11 +54,12 @@ class Outlook:
         before = (computing_s, max(0.0, seconds - computing_s))
         known = correction(hardware.name, ranks, figures)
         if known is None:
-            return replace(self, figures=figures, before=before)
+            return replace(self, figures=figures, before=before, hardware=hardware)
         times = {name: known.computing if name == COMPUTE else known.waiting for name in parts}
         slower = {name: (times[name] * total, times[name] * exposed) for name, (total, exposed) in parts.items()}
         predicted = replace(self.predicted, seconds=known.seconds(*before), parts=slower)
-        return replace(self, predicted=predicted, figures=figures, before=before, correction=known)
+        said = replace(self, predicted=predicted, figures=figures, before=before, correction=known)
+        return replace(said, hardware=hardware)
 
 
 def outlook(parts: Assembly) -> Outlook | None:
@@ -75,7 +77,7 @@ def outlook(parts: Assembly) -> Outlook | None:
     links = f" (its links are guessed: mycel probe --nproc {ranks})" if ranks > 1 else ""
     predicted = replace(plan.predicted, seconds=now.seconds, parts=now.parts)
     basis = f"by a short look at this processor{links or ': mycel probe takes a longer one'}"
-    return Outlook(predicted, basis).corrected(known, ranks, LOOK)
+    return Outlook(predicted, basis).corrected(seen, ranks, LOOK)
 
 
 def hardware_now(device: torch.device) -> Hardware | None:

@@ -23,6 +23,7 @@ import torch
 
 from mycel.errors import TrainError
 from mycel.run.checkpoint import Loaded, Saver
+from mycel.step.part_times import TimedStep
 from mycel.train import device as devices
 from mycel.train import expert_load, models, state
 from mycel.train.assemble import Assembly
@@ -33,6 +34,7 @@ from mycel.train.schedule import learning_rate
 from mycel.train.signals import Signals
 
 HOPELESS = 10  # steps skipped in a row
+TIMED = 3  # the steady step in which blocks and messages are timed, too
 SHOWN = (
     "loss",
     "validation",
@@ -92,6 +94,8 @@ class Steps:
         self.stop: signal.Signals | None = None  # what all ranks know of their signals
         self.experts = expert_load.ExpertRecords(saver.folder.parent, self.done, parts.team.rank == 0, progress.note)
         self.clock = Stopwatch(parts.device)
+        self.steady = 0  # steps that were
+        self.timed: TimedStep | None = None
         self.shares: list[float] = []  # how wide batches were since the last report, of the widest
         self.seen_shapes: frozenset[tuple[torch.Size, ...]] = frozenset()  # the first step of each compiles, and tunes
         peak = devices.peak_flops(parts.device, config.train.precision)
@@ -147,10 +151,13 @@ class Steps:
         traced = self.traces and self.done == self.first + self.traces
         shapes = tuple(x.shape for x in batch.values())
         steady, self.seen_shapes = shapes in self.seen_shapes and not traced, self.seen_shapes | {shapes}
+        self.steady += steady
+        timed = steady and self.steady == TIMED and self.parts.team.rank == 0
         try:
             with (
-                self.clock.step() if steady else self.clock.paused(),
+                self.clock.step() if steady and self.steady != TIMED else self.clock.paused(),
                 self._trace() if traced else nullcontext(),
+                self.parts.step.timing() if timed else nullcontext() as now,
             ):
                 loss: torch.Tensor = self.step(**batch)
         except RuntimeError as error:  # torch.OutOfMemoryError is one, and of the CPU's allocator there is no other
@@ -165,6 +172,7 @@ class Steps:
             raise TrainError(
                 f"{what}\n  at        {devices.describe(self.parts.device)}\n  try       {hint}"
             ) from error
+        self.timed = now or self.timed
         if steady:
             self.shares.append(self.parts.width_share(self.done))
         self.done += 1
