@@ -9,8 +9,8 @@ read off the program of the loss, beside that of a batch twice as large (`transf
 means over things that do not grow alike from call to call cannot be weighed by one number: the first counts, with a
 warning.
 
-The update is torch's (`torch_update.py`), on whole parameters; of parts it is a program (`step/applying.py`).  Where
-all of a batch is at hand at once, `accumulate=k` is faster.
+The update is torch's (`torch_update.py`), on whole parameters; of parts and stages it is a program
+(`step/applying.py`).  Where all of a batch is at hand at once, `accumulate=k` is faster.
 """
 
 from __future__ import annotations
@@ -70,12 +70,6 @@ class Accumulation:
                 "accumulate: the loss is a mean over several things, of which calls have unequal shares: they are "
                 "weighed by the first\n  try       calls of one size, or train_step(…, accumulate=k)",
             )
-
-
-def norm_of(gradients: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Of all of them, which are whole."""
-    norms = [torch.linalg.vector_norm(g) for g in gradients]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 
 @dataclass

@@ -9,8 +9,9 @@ averaged   inside, replicas hold the mean of their models
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 
 from mycel.errors import PlanError
 from mycel.held_model import HeldModel
-from mycel.ir import Layout, Role
+from mycel.ir import Layout, Role, Type
 from mycel.lower import Pipeline
 from mycel.model_guards import guard
 from mycel.plan import STAGE_AXIS
@@ -32,6 +33,7 @@ class HeldByStage(HeldModel):
     # in a pipeline: the places along its axis that hold a tensor, by name; what is not there, all do
     owners: dict[str, tuple[int, ...]] = field(default_factory=dict)
     users: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of these, those whose forward steps read it
+    starts: tuple[str, ...] = ()  # where stages begin, once a batch has decided it
     messages: Any = None  # what messages keep (`message_state.py`), by role in `held`
     _completed: bool = False
     _average: dict[int, torch.Tensor] = field(default_factory=dict)  # of replicas' models, by id
@@ -126,6 +128,31 @@ class HeldByStage(HeldModel):
         """A step was taken: averages are of before."""
         self._average.clear()
 
+    # -- of gradients
+
+    def norm(self, gradients: Mapping[torch.nn.Parameter, torch.Tensor]) -> torch.Tensor:
+        """Of gradients that lie as their parameters do, whoever holds them: of the ranks that step together, all of
+        which call this.  Each element is counted by one of those that hold it."""
+        names, mesh = {id(x): name for name, x in self.tensors()}, self.plan.mesh
+        at, axes = mesh.coordinates(self.ranks.rank), [a for a in self.plan.replica.mesh.axes if a != STAGE_AXIS]
+        squares = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
+        for p, g in gradients.items():
+            name = names.get(id(p), "")
+            layout, shape = self.layouts.get(name, Layout()), tuple(self.shapes.get(name, p.shape))
+            is_first = not self.owners or self.place == self.owners.get(name, (0,))[0]
+            if is_first and not any(at[axis] for axis in axes if axis not in layout.axes):
+                sizes = shape if layout.is_whole else boxes.extents(boxes.held(shape, layout, mesh, self.ranks.rank))
+                own = g[tuple(map(slice, sizes))]
+                squares += (
+                    torch.linalg.vector_norm(own, dtype=torch.promote_types(g.dtype, torch.float32)).double().square()
+                )
+        kinds = [g.dtype for g in gradients.values()]
+        return self._summed(squares).sqrt().to(functools.reduce(torch.promote_types, kinds, torch.float32))
+
+    def _summed(self, x: torch.Tensor) -> torch.Tensor:
+        """Over all ranks that step together."""
+        return self.ranks.all_reduce(x, self.plan.replica.mesh.axes)
+
     # -- what others hold
 
     def whole_of(self, name: str, x: torch.Tensor) -> torch.Tensor:
@@ -172,6 +199,22 @@ class HeldByStage(HeldModel):
     def _most(self, counts: torch.Tensor) -> torch.Tensor:
         """The largest over all stages."""
         return self.ranks.all_reduce(counts, (STAGE_AXIS,), ">")
+
+    def whole_from_first(self, name: str, held: Any, type: Type) -> torch.Tensor:
+        """Something that is kept of a tensor of the model, whole, as the first of those who hold it have it; all ranks
+        call this, and know its type."""
+        role, holders = Role("state", "whole", of=name), self._holders()
+        for each in holders:
+            each.slots[role] = Layout.whole(type.ndim), type
+        try:
+            return self._from_first(name, held, type.dtype, role)
+        finally:
+            for each in holders:
+                del each.slots[role]
+
+    def _holders(self) -> Sequence[HeldModel]:
+        """What is known here of how the model is held, by this rank and by others."""
+        return [self]
 
     def _lying(self, name: str, role: Role | None) -> tuple[Layout, tuple[int, ...]]:
         """How a tensor of the model lies, or of what is kept of it that with a role; and the shape of its whole."""

@@ -70,16 +70,18 @@ def launch(
     folder.mkdir(parents=True, exist_ok=True)
     ranks = LocalRanks(host, server.getsockname()[1] if server else port, nnodes, node_rank, grace_s)
     ranks.temporary = logs is None
-    with ranks.together():
-        ranks.start([sys.executable, *program, *argv], nproc, {**os.environ, **(env or {})}, folder)
-        ranks.hold(server)
-        ranks.follow()
-    code = ranks.report()
-    if logs is None:
-        if code and not ranks.asked and ranks.run is not None:
+    try:
+        with ranks.together():
+            ranks.start([sys.executable, *program, *argv], nproc, {**os.environ, **(env or {})}, folder)
+            ranks.hold(server)
+            ranks.follow()
+        code = ranks.report()
+        if ranks.temporary and code and not ranks.asked and ranks.run is not None:
             shutil.copytree(folder, ranks.run / LOGS, dirs_exist_ok=True)
-        shutil.rmtree(folder, ignore_errors=True)
-    return code
+        return code
+    finally:
+        if ranks.temporary:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class Rank:

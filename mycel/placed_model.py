@@ -6,6 +6,7 @@ pieces from their layouts to those that this rank's place would have it in (`pla
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -58,9 +59,9 @@ class PlacedModel(ShardedModel):
     def given(self, unsharded: UnshardedStep, plan: Plan | None = None) -> Given:
         if not self.others and unsharded.groups:  # a step says how they lie, and it stays so
             self.others = [self._would_hold(i) for i in range(len(self.written.places))]
-            for other in self.others:
-                other.given(unsharded)
-                other.is_split = True
+        for other in self.others:
+            other.given(unsharded)
+            other.is_split = True
         return super().given(unsharded, plan)
 
     def _would_hold(self, i: int) -> ShardedModel:
@@ -88,6 +89,13 @@ class PlacedModel(ShardedModel):
     def _most(self, counts: torch.Tensor) -> torch.Tensor:
         everyone = self.ranks.world
         return everyone.all_reduce(counts, everyone.mesh.axes, ">")
+
+    def _summed(self, x: torch.Tensor) -> torch.Tensor:
+        everyone = self.ranks.world
+        return everyone.all_reduce(x, everyone.mesh.axes)
+
+    def _holders(self) -> Sequence[ShardedModel]:
+        return [self, *self.others]
 
     def _from_first(self, name: str, held: Any, dtype: torch.dtype, role: Role | None = None) -> torch.Tensor:
         first, (layout, shape) = self.owners[name][0], self._lying(name, role)

@@ -9,7 +9,7 @@ may go on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -47,8 +47,10 @@ def update(
     gradients: Iterable[tuple[torch.nn.Parameter, torch.Tensor]],
     clip_norm: float | None,
     clip_value: float | None,
+    norm_of: Callable[[Mapping[torch.nn.Parameter, torch.Tensor]], torch.Tensor],
 ) -> None:
-    """One step of the optimiser on these gradients; afterwards parameters hold them."""
+    """One step of the optimiser on these gradients, whose norm, where others hold some, `norm_of` knows; afterwards
+    parameters hold them."""
     reached = dict(gradients)
     for p in (p for group in optimizer.param_groups for p in group["params"]):
         p.grad = None
@@ -56,15 +58,24 @@ def update(
         p.grad = g
         for hook in (p._post_accumulate_grad_hooks or {}).values():
             hook(p)
-    if clip_norm is not None:
-        torch.nn.utils.clip_grad_norm_(list(reached), clip_norm)
-    if clip_value is not None:
-        torch.nn.utils.clip_grad_value_(list(reached), clip_value)
+    held = {p: p.grad for p in reached if p.grad is not None}  # a hook may have taken it, or given another
+    clip(held.values(), norm_of(held) if clip_norm is not None else None, clip_norm, clip_value)
     try:
         optimizer.step()
     except Exception as error:
         refuse_wish(optimizer, error)
         raise
+
+
+def clip(
+    gradients: Iterable[torch.Tensor], norm: torch.Tensor | None, clip_norm: float | None, clip_value: float | None
+) -> None:
+    """Gradients are scaled down from this norm to another, or cut off at a value, as torch does it."""
+    for g in gradients:
+        if clip_norm is not None and norm is not None:
+            g.mul_((clip_norm / (norm + 1e-6)).clamp(max=1.0).to(g.device))
+        if clip_value is not None:
+            g.clamp_(-clip_value, clip_value)
 
 
 def refuse_wish(optimizer: torch.optim.Optimizer, error: Exception) -> None:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import copy
 import faulthandler
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from optimising import Whitened, rows, small, trained
+from pipelining import Tied
 from stepping import plain_step
 
 import mycel
@@ -18,55 +20,87 @@ from mycel.errors import PlanError
 from mycel.run.rendezvous import seat
 
 DATA = {"mesh": {"dp": 2}, "batch": ["dp"]}
+Batch = dict[str, torch.Tensor]
 ZERO1, ZERO3 = ({**DATA, "zero": f"{level} over dp"} for level in (1, 3))
 TENSOR = {"mesh": {"tp": 2}, "parameters": {"up.weight": ["tp", "-"], "down.weight": ["-", "tp"]}}
+STAGES = {"stages": 2, "microbatches": 2}
+PLACES = {"place": {"down": [1], "*": [0]}, "microbatches": 2}
+KINDS = {
+    "AdamW": lambda params: torch.optim.AdamW(params, lr=0.02, amsgrad=True),
+    "Adafactor": lambda params: torch.optim.Adafactor(params, lr=0.02, weight_decay=0.1),
+    "Whitened": lambda params: Whitened(params, lr=0.02),  # torch's to update
+}
 
 
 def main(folder: Path) -> None:
-    for plan, kind in ((DATA, "AdamW"), (ZERO1, "AdamW"), (ZERO3, "AdamW"), (TENSOR, "AdamW"), (ZERO3, "Adafactor")):
-        several_calls(plan, kind)
+    for plan in (DATA, ZERO1, ZERO3, TENSOR, PLACES):
+        several_calls(plan, small(""), rows)
+    several_calls(ZERO3, small(""), rows, "Adafactor")
+    for kind in ("AdamW", "Whitened"):
+        several_calls(STAGES, tied(), texts, kind)
     for plan in (DATA, ZERO3):
         hooked(plan)
     (folder / f"{seat().rank}.txt").write_text(refusals())
 
 
-def whole(step: mycel.Step, name: str, x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """What lies as a parameter does, in one piece."""
-    return step.parts.gather(x, step.parts.layouts[name], shape)
+def tied() -> torch.nn.Module:
+    """A head that is the embedding: both stages hold it."""
+    torch.manual_seed(0)
+    return Tied(2).double()
 
 
-def several_calls(plan: dict, kind: str) -> None:
+def texts(i: int) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(i)
+    ids, labels = torch.randint(0, 12, (2, 8, 3), generator=g)
+    return {"ids": ids, "labels": torch.where(torch.rand(8, 3, generator=g) < 0.3, -100, labels)}
+
+
+def mesh_of(plan: dict) -> Mesh | None:
+    return Mesh(plan["mesh"]) if "mesh" in plan else None
+
+
+def several_calls(plan: dict, model: torch.nn.Module, batch_of: Callable[[int], Batch], kind: str = "AdamW") -> None:
     """Calls of unequal size are one batch, as torch has it; then a step, and one whose gradients are no numbers.  Also
     p.grad, as clipped."""
-    model = small(kind)
     twin = copy.deepcopy(model)
-    options = {"AdamW": {"amsgrad": True}, "Adafactor": {"weight_decay": 0.1}}[kind]
-    optimizer, plain = (getattr(torch.optim, kind)(trained(m), lr=0.02, **options) for m in (model, twin))
-    step = mycel.train_step(
-        model, optimizer, compile=False, plan=plan, mesh=Mesh(plan["mesh"]), clip_norm=0.1, grads=True
-    )
+    optimizer, plain = (KINDS[kind](trained(m)) for m in (model, twin))
+    step = mycel.train_step(model, optimizer, compile=False, plan=plan, mesh=mesh_of(plan), clip_norm=0.1, grads=True)
     for turn, sizes in enumerate(((6, 2), (2, 6))):
-        batch = rows(turn)
-        parts = zip(batch["x"].split(sizes), batch["y"].split(sizes), strict=True)
-        for x, y in parts:
-            torch.testing.assert_close(step.accumulate(x=x, y=y), twin(x, y).detach(), rtol=1e-9, atol=1e-9)
+        batch = batch_of(turn)
+        for parts in zip(*(x.split(sizes) for x in batch.values()), strict=True):
+            part = dict(zip(batch, parts, strict=True))
+            torch.testing.assert_close(step.accumulate(**part), twin(**part).detach(), rtol=1e-9, atol=1e-9)
         step.apply()
         plain_step(twin, plain, batch, clip_norm=0.1)
         alike(step, twin, grads=True)
-        assert abs(float(step(**rows(7 + turn))) - plain_step(twin, plain, rows(7 + turn), clip_norm=0.1)) < 1e-6
+        batch = batch_of(7 + turn)
+        assert abs(float(step(**batch)) - plain_step(twin, plain, batch, clip_norm=0.1)) < 1e-6, (plan, kind)
         alike(step, twin)
+    state, wanted = step.state_dict()["optimizer"]["state"], plain.state_dict()["state"]
+    torch.testing.assert_close(in_f64(state), in_f64(wanted), rtol=1e-4, atol=1e-8)
     assert step.steps == 4 and step.skipped == 0
-    step.accumulate(**{name: x[:6] * torch.inf for name, x in rows(3).items()})
+    with step.whole():
+        next(iter(model.parameters())).data.flatten()[0] = torch.inf
+    step.accumulate(**batch_of(3))
+    before = copy.deepcopy(step.state_dict()["model"])
     step.apply()
     assert step.skipped == 1
-    alike(step, twin)
+    torch.testing.assert_close(step.state_dict()["model"], before, rtol=0, atol=0)
+
+
+def in_f64(state: dict) -> dict:
+    return {
+        i: {slot: x.double() if isinstance(x, torch.Tensor) else x for slot, x in slots.items()}
+        for i, slots in state.items()
+    }
 
 
 def alike(step: mycel.Step, twin: torch.nn.Module, grads: bool = False) -> None:
-    for (name, p), q in zip(step.model.named_parameters(), twin.named_parameters(), strict=True):
-        torch.testing.assert_close(whole(step, name, p.data, q[1].shape), q[1].data, rtol=1e-6, atol=1e-6)
-        if grads:
-            torch.testing.assert_close(whole(step, name, p.grad, q[1].shape), q[1].grad, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(step.state_dict()["model"], dict(twin.state_dict()), rtol=1e-6, atol=1e-6)
+    for (name, p), q in zip(step.model.named_parameters(), twin.parameters(), strict=True):
+        if grads and step.parts.is_own(name):
+            whole = step.parts.gather(p.grad, step.parts.layouts[name], q.shape)
+            torch.testing.assert_close(whole, q.grad, rtol=1e-5, atol=1e-7)
 
 
 def halved(p: torch.Tensor) -> None:
@@ -110,14 +144,14 @@ def refusals() -> str:
         model = small("")
         if kind is torch.optim.AdamW:
             model.up.weight.register_post_accumulate_grad_hook(lambda p: None)
-        step = mycel.train_step(model, kind(trained(model), lr=0.02), compile=False, plan=plan, mesh=Mesh(plan["mesh"]))
+        step = mycel.train_step(model, kind(trained(model), lr=0.02), compile=False, plan=plan, mesh=mesh_of(plan))
         for call in (step, step.accumulate):
             try:
                 call(**rows(0))
             except PlanError as error:
                 texts.append(str(error))
-    model, two = small(""), {"stages": 2, "microbatches": 2}
-    step = mycel.train_step(model, torch.optim.AdamW(trained(model)), compile=False, plan=two)
+    model, replicas = small(""), {**DATA, "sync": {"dp": "diloco(H=2)"}}
+    step = mycel.train_step(model, torch.optim.AdamW(trained(model)), compile=False, plan=replicas)
     try:
         step.accumulate(**rows(0))
     except PlanError as error:

@@ -74,6 +74,25 @@ def held(step: mycel.Step) -> int:
     return sum(x.untyped_storage().nbytes() for x in tensors)
 
 
+def added_up(plan: dict) -> None:
+    """Gradients of calls of unequal size, on stages that hold parts of parameters: the update of the whole batch."""
+    torch.manual_seed(0)
+    first = Tied(2).double()
+    serial, step = step_of(copy.deepcopy(first), None), step_of(first, plan)
+    for i in range(2):
+        serial(**batch(i))
+        for rows in (slice(0, 4), slice(4, 8)):
+            step.accumulate(**{name: x[rows] for name, x in batch(i).items()})
+        step.apply()
+        torch.testing.assert_close(step.grad_norm.double(), serial.grad_norm.double(), rtol=1e-6, atol=1e-9)
+    state, wanted = step.state_dict(), serial.state_dict()
+    torch.testing.assert_close(state["model"], wanted["model"], rtol=1e-6, atol=1e-6)
+    for i, slots in wanted["optimizer"]["state"].items():
+        for slot, x in slots.items():
+            held = state["optimizer"]["state"][i][slot].double()
+            torch.testing.assert_close(held, x.double(), rtol=1e-5, atol=1e-9)
+
+
 def small_batches() -> None:
     """Of fewer rows than the plan has microbatches, down to one; stages that are a number stay where they were cut."""
     torch.manual_seed(0)
@@ -122,6 +141,7 @@ def main(folder: Path) -> None:
     traced(step)
     if WORLD == 4:
         woven()
+        added_up(PLANS[0])
         outputs()
         replicas(folder / "replicas")
         turned_exact(folder / "compressed")

@@ -474,6 +474,40 @@ def test_text_by_replayed_code_is_what_generate_writes(guess, replayed_calls, mo
     assert all(len(recordings(call)) == 1 for call in replayed_calls) and len(replayed_calls) >= 3
 
 
+CAPTURABLE = ("ASGD", "Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop")
+
+
+@pytest.mark.parametrize(("name", "compiled"), [*((name, False) for name in CAPTURABLE), ("AdamW", True)])
+@pytest.mark.filterwarnings("error:.*runs as it is")
+def test_capturable_optimisers_take_torchs_steps(name, compiled):
+    """The update is part of the program; a learning rate on the device is read at every step, and torch goes on where
+    the step stopped, with counts of steps that it asks to have on the device, and back."""
+    torch.manual_seed(0)
+    make = lambda: torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8)).cuda()
+    model, twin = make(), make()
+    twin.load_state_dict(model.state_dict())
+    rate = lambda: torch.tensor(1e-2, device="cuda") if name in ("Adam", "AdamW") else 1e-2
+    mine, plain = (getattr(torch.optim, name)(m.parameters(), lr=rate(), capturable=True) for m in (model, twin))
+    step = mycel.train_step(model, mine, loss=torch.nn.functional.mse_loss, compile=compiled)
+
+    def by_torch(module, optimizer, x, y):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(module(x), y)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    for i in range(8):
+        gen = torch.Generator("cuda").manual_seed(i)
+        x, y = (torch.randn(16, n, device="cuda", generator=gen) for n in (32, 8))
+        for group in (*mine.param_groups, *plain.param_groups) if i == 3 else ():
+            group["lr"] = group["lr"].fill_(5e-3) if isinstance(group["lr"], torch.Tensor) else 5e-3
+        got = by_torch(model, mine, x, y) if i in (5, 6) else step(x, y)
+        torch.testing.assert_close(got, by_torch(twin, plain, x, y), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()), rtol=1e-4, atol=1e-5)
+    assert step.updating.by_rule and all(held["step"].is_cuda for held in mine.state.values())
+
+
 EVERYTHING = {**dict.fromkeys(("activations", "gradients", "parameters", "optimizer"), "host"), "update": "device"}
 
 

@@ -96,6 +96,16 @@ def test_the_snippets_of_a_page_run(page, tmp_path, monkeypatch):
     runpy.run_path(str(script), run_name="__main__")
 
 
+def test_no_page_has_a_snippet_that_no_test_runs():
+    """Python on the pages above and on those of modes, settings on two, and no block that names another language."""
+    others = [p for p in DOCS.rglob("*.md") if p not in PAGES]
+    assert not [p.name for p in others if fenced(p, r"\w+")]
+    assert all(len(fenced(p, "python")) == 1 for p in PAGES if p.parent.name == "modes")
+    assert {p.name for p in PAGES if fenced(p, "yaml")} == {"train.md", "plans.md"}
+    kinds = {kind for p in PAGES for kind in re.findall(r"^```(\w+)$", p.read_text(), re.M)}
+    assert kinds == {"python", "sh", "text", "yaml"}
+
+
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda p: p.stem)
 def test_the_commands_of_a_page_have_these_options(page):
     known = typer.main.get_command(app).commands

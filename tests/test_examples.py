@@ -41,6 +41,10 @@ def test_a_custom_operator_is_trained_through():
     assert last < 0.5 * first
 
 
+def test_every_example_is_run_here():
+    assert {p.name for p in EXAMPLES.glob("*.py")} == {*re.findall(r'"(\w+\.py)"', Path(__file__).read_text())}
+
+
 @pytest.mark.parametrize("name", ["ranks.py", "custom_plan.py"])
 def test_examples_on_two_processes(name):
     start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 from mycel.errors import PlanError, RunError
 from mycel.ir.layout import Mesh
-from mycel.launch import launch
+from mycel.launch import LocalRanks, launch
 from mycel.ops.collective import ALONE_BYTES, MESSAGE_BYTES
 from mycel.run import rendezvous
 from mycel.run.collectives import buckets
@@ -258,6 +258,14 @@ def test_ranks_get_the_environment_and_only_the_first_the_console(tmp_path, capf
     assert launch(["say", str(tmp_path)], 3, program=[CHILD]) == 0
     assert capfd.readouterr().out == "this is rank 0 of 3\n"
     assert not list(tmp_path.glob("mycel-logs-*"))
+
+    def broken(ranks, server):
+        raise OSError("no store")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="no store"):
+        patch.setattr(LocalRanks, "hold", broken)
+        launch(["say", str(tmp_path)], 2, program=[CHILD])
+    assert not list(tmp_path.glob("mycel-logs-*")), "also where the launcher itself fails"
     assert launch(["say", str(tmp_path)], 2, program=[CHILD], logs=tmp_path / "logs", env={"OMP_NUM_THREADS": "7"}) == 0
     assert [(p.name, p.read_text()) for p in (tmp_path / "logs").iterdir()] == [("1.log", "this is rank 1 of 2\n")]
     got = {

@@ -6,6 +6,8 @@ import errno
 import os
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,13 +15,13 @@ import torch
 import training
 import transformers as hf
 from golden import golden
-from training import LLAMA, config, measured
+from training import GPT2, LLAMA, config, measured
 
 from mycel.errors import CheckpointError, MycelError, PlanError, TrainError
 from mycel.ir import Mesh
 from mycel.run.folder import RunFolder
 from mycel.train import expert_load
-from mycel.train.config import Config, Parallel
+from mycel.train.config import Config, Parallel, dump
 from mycel.train.config import load as load_config
 from mycel.train.loop import train
 from mycel.train.ranks import _axes
@@ -46,29 +48,34 @@ def test_a_budget_that_nothing_fits_is_told_in_settings(disk, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    "batch, accumulate, says",
-    [
-        (
-            1000,
-            1,
-            "note: a step takes 1,000 sequences = 1,000 (train.batch) x 1 (train.accumulate), but the training data "
-            "has THERE: it sees each TIMES times\n  try       train.batch=THERE, or more data\n",
-        ),
-        (200, 4, "800 sequences = 200 (train.batch) x 4 (train.accumulate), but the training data has THERE: "),
-        (4, 2, ""),
-    ],
-)
-def test_a_batch_larger_than_the_data_says_so(disk, tmp_path, capsys, batch, accumulate, says):
-    given = config(disk, tmp_path / "run", train={"batch": batch, "accumulate": accumulate})
-    assert train(given, dry_run=True) == 0
-    output = capsys.readouterr().out
-    there = int(re.search(r"train: [\d,]+ tokens, (\d+) sequences", output)[1])
-    assert 100 < there < 500
-    assert says.replace("THERE", str(there)).replace("TIMES", f"{batch / there:.1f}") in output
-    assert ("but the training data has" in output) is bool(says)
-    if accumulate == 4:
-        assert f"  try       train.batch={there // 4}, or more data\n" in output
+def test_a_batch_larger_than_the_data_says_so(disk, tmp_path, capsys):
+    notes = []
+    for batch, accumulate in ((1000, 1), (200, 4), (4, 2)):
+        given = config(disk, tmp_path / "run", train={"batch": batch, "accumulate": accumulate})
+        assert train(given, dry_run=True) == 0
+        output = capsys.readouterr().out
+        there = int(re.search(r"train: [\d,]+ tokens, (\d+) sequences", output)[1])
+        assert 100 < there < 500
+        notes.append(notes_in(output, "but the training data has"))
+        assert f"train.batch={there // accumulate}, or more data" in notes[-1] or not notes[-1]
+    assert not notes[-1]
+    golden("told_batch_larger_than_data", "\n\n".join(notes[:2]))
+
+
+@pytest.mark.slow
+def test_the_command_fails_on_weights_that_are_no_numbers(disk, tmp_path):
+    """In a process of its own: exit code 1, what is said, and no run, checkpoint or model."""
+    model = hf.GPT2LMHeadModel(hf.GPT2Config(**{k: v for k, v in GPT2.items() if k != "model_type"}))
+    with torch.no_grad():
+        model.transformer.wpe.weight[5] = torch.inf
+    model.save_pretrained(tmp_path / "model")
+    given = config(disk, tmp_path / "run", model={"path": str(tmp_path / "model"), "config": None}, export=True)
+    (tmp_path / "my.yaml").write_text(dump(given))
+    command = [sys.executable, "-m", "mycel", "train", "my.yaml"]
+    ran = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert ran.returncode == 1, ran.stdout
+    golden("told_not_finite_by_the_command", ran.stderr.replace(str(tmp_path), "FOLDER"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_weights_that_are_no_numbers_are_named(disk, tmp_path):
@@ -93,7 +100,7 @@ def test_a_run_all_of_whose_steps_were_skipped_has_failed(disk, tmp_path):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(steps.Steps, "_step", poisoned)
         text = refused(given, TrainError)
-    assert text.startswith("3 steps in a row were skipped: their gradients are not finite\n  at        step 1 to 3")
+    golden("told_all_skipped", text.replace(str(tmp_path), "FOLDER"))
 
 
 def poison(patch, first: int, mend: bool) -> None:

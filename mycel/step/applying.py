@@ -1,7 +1,8 @@
 """Gradients that several calls have added up -> one update as a program, where ranks hold parts of parameters or of
-their state: what torch cannot take.
+their state, or other parameters than others (stages, places): what torch cannot take.
 
-    sums, as parameters lie ─▶ clipped, updated ─▶ parameters and state in parts, as by any step
+    sums, as parameters lie ─▶ clipped by the norm over all ranks ─▶ updated, by each of what it holds with those that
+    hold it too ─▶ parameters and state in parts, as by any step
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class StepCalls:
                     messages.drop(pending_errors)
                 if leaves_gradients:
                     unused = {p for g in counters.unused(groups) for p in g.params}
-                    self.updating.finish(unsharded, outs, unused)
+                    self.updating.finish(unsharded, outs, unused, self.parts)
             self.finished(outs[results])
             return outs[:results]
 

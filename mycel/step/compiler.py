@@ -98,7 +98,6 @@ class StepCompiler:
             self.parts = of(self.model, self.optimizer, written)
         self.for_ranks = self.parts is not None  # is what they share kept in the program?
         self.messages = MessageState(self.parts)
-        self._starts: tuple[str, ...] = ()  # where stages begin, once a batch has decided it
         self._fed: dict[tuple[int, int], frozenset[str]] = {}  # by phase and price, whose errors are fed back
         policy = written.synced() if written is not None else None
         self._phases, self._condition = written.phases() if written is not None else ([], None)
@@ -150,7 +149,7 @@ class StepCompiler:
             parts.split(unsharded.captured.device)
             if done.pipeline is not None:
                 parts.hold(done.pipeline)
-                self._starts = decided.decided.stages if decided.decided is not None else ()
+                parts.starts = decided.decided.stages if decided.decided is not None else ()
                 done, unsharded = done.at(parts.place), parts.own(unsharded)
         device = unsharded.captured.device
         program = check(transform.wide_products(done.program, slow_products(device, transform.halves(done.program))))
@@ -259,7 +258,7 @@ class StepCompiler:
             self.settings.budget,
             parts.rows_of(unsharded) if parts is not None and self.settings.outputs == "local" else None,
             at_place=partial(parts.given_at, unsharded) if isinstance(parts, PlacedModel) else None,
-            starts=self._starts,
+            starts=parts.starts if parts is not None else (),
         )
 
     def _hardware(self, device: torch.device) -> plan.Hardware:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mycel import plan, torch_update
-from mycel.accumulation import Accumulation, CallWeights, norm_of
+from mycel import optimizers, plan, torch_update
+from mycel.accumulation import Accumulation, CallWeights
 from mycel.buckets import CompiledSizes
 from mycel.capture import MISS, TRACING, Captured, changed, make_room
 from mycel.capture import capture as capture_call
@@ -36,7 +37,7 @@ from mycel.step.settings import Settings
 from mycel.step.step_state import StepState
 from mycel.step.step_text import explained
 from mycel.step.step_trace import StepTrace
-from mycel.step.updating import AddingUp
+from mycel.step.updating import AddingUp, norm_of
 
 
 class Step(StepCompiler):
@@ -110,29 +111,27 @@ class Step(StepCompiler):
 
     def apply(self) -> None:
         """A step with the weighted mean of the gradients since the last; skipped if it is not finite."""
-        gradients = (self._adding.updating.sums if self._adding is not None else Accumulation()).mean()
+        updating = self._adding.updating if self._adding is not None else None
+        gradients = (updating.sums if updating is not None else Accumulation()).mean()
         self.steps += 1
-        if self.parts is not None and self._adding is not None and self._adding.updating.in_parts(self.parts):
-            self._apply_in_parts(gradients)
-            return
-        self.grad_norm = norm = norm_of(gradients.values())
-        with torch.no_grad():
-            if torch.isfinite(norm):
-                settings = self.settings
-                torch_update.update(self.optimizer, gradients.items(), settings.clip_norm, settings.clip_value)
-            else:
+        with self._calling("step.apply", often=True), torch.no_grad():
+            self.grad_norm = norm = norm_of(self.parts, gradients)
+            if not torch.isfinite(norm):
                 self._counters.on(norm.device, "skipped").add_(1)
+            elif self.parts is not None and updating is not None and updating.by_program(self.parts):
+                torch_update.clip(gradients.values(), norm, self.settings.clip_norm, self.settings.clip_value)
+                self._apply_in_parts(gradients)
+            else:
+                clipping = self.settings.clip_norm, self.settings.clip_value
+                torch_update.update(self.optimizer, gradients.items(), *clipping, partial(norm_of, self.parts))
         for p, g in gradients.items():
             p.grad = g if self.settings.grads else None
-        if self.outer is not None:
-            self.outer.after_step()
 
     def _apply_in_parts(self, gradients: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
         key = tuple(map(id, gradients))
         if key not in self._applying:
             self._applying[key] = _Applying(self, [*gradients])
         self._applying[key].apply_to(gradients)
-        self.grad_norm = self._applying[key].grad_norm
 
     def __deepcopy__(self, memo: Any) -> Step:
         raise TrainError(
@@ -471,12 +470,17 @@ class _Applying(Step):
     updating: OnSums
 
     def __init__(self, of: Step, params: Sequence[torch.nn.Parameter]) -> None:
-        settings = replace(of.settings, accumulate=1, outputs=False, buckets=None, expert_load=False)
-        super().__init__(of.model, of.optimizer, None, settings, _exact(of.written))
+        settings = replace(
+            of.settings, accumulate=1, clip_norm=None, clip_value=None, outputs=False, buckets=None, expert_load=False
+        )
+        super().__init__(of.model, of.optimizer, None, settings, _of_own_ranks(of))
         self.parts, self._counters, self.params = of.parts, of._counters, params
         self.updating = OnSums(of.model, of.optimizer, settings)
 
     def _gradients(self, args: tuple[Any, ...], kwargs: dict[str, Any], data: Arguments) -> UnshardedStep:
+        if self.parts is not None and self.parts.owners:  # what others hold has state too, which all ranks ask for
+            everything = given_gradients(self.model, self.optimizer, optimizers.trainable(self.optimizer))
+            self.parts.given(self._whole(everything, self._given().replica))
         return given_gradients(self.model, self.optimizer, self.params)
 
     def apply_to(self, gradients: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
@@ -489,4 +493,10 @@ def _exact(written: plan.Plan | None) -> plan.Plan | None:
     """A plan whose gradients are sent as they are: the mean of them is what counts."""
     if written is None:
         return None
-    return replace(written, compress={}, sync=written.sync if written.synced() else {})
+    return replace(written.given, compress={}, sync=written.sync if written.synced() else {})
+
+
+def _of_own_ranks(step: Step) -> plan.Plan | None:
+    """The plan of the ranks that hold the same tensors as this one, in parts or not: those of its stage, or place."""
+    exact = _exact(step.parts.plan if step.parts is not None else step.written)
+    return exact.inside if exact is not None else None

@@ -206,6 +206,7 @@ class StepState:
         """{"model", "optimizer", "step"}: the first two as torch's own, whole on every rank; all of them call this.  Of
         ranks with parts all of it is a copy, since what is gathered has to be: later steps change none of it."""
         settle_hosts()
+        self._fetch_state_of_torch()
         with self._open():
             model = {name: self._whole(name, x) for name, x in self.model.state_dict(keep_vars=True).items()}
             optimizer = self.optimizer.state_dict()
@@ -217,6 +218,32 @@ class StepState:
             state[i] = {slot: self._whole_slot(name, slot, x) for slot, x in held.items()}
         whole = {"model": model, "optimizer": {**optimizer, "state": state}, "step": self.counters()}
         return whole | ({"messages": self.messages.gathered()} if self.messages.held else {})
+
+    def _fetch_state_of_torch(self) -> None:
+        """What an optimiser that runs as it is keeps of parameters of other stages, for as long as all that they hold
+        is here."""
+        parts = self.split
+        if parts is None or not parts.owners:
+            return
+        own: dict[tuple[str, str], torch.Tensor] = {}
+        slots_here: dict[str, dict[str, Any]] = {}  # by parameter: tensors with their types, and what holds them
+        params = dict(self.model.named_parameters())
+        for name, p in params.items():
+            for slot, x in self.optimizer.state.get(p, {}).items() if parts.is_own(name) else ():
+                if Role("state", slot, of=name) not in parts.slots:
+                    tensors, described = _flatten(name, slot, x)
+                    own |= {(name, label): tensor for label, tensor in tensors.items()}
+                    types = {label: str(Type(tensor.dtype, tuple(tensor.shape))) for label, tensor in tensors.items()}
+                    slots_here.setdefault(name, {})[slot] = [types, described]
+        everywhere = {name: slots for each in self.process.tell(slots_here) for name, slots in each.items()}
+        for name, slots in sorted(everywhere.items()):
+            for slot, (types, described) in slots.items():
+                tensors = {
+                    label: parts.whole_from_first(name, own.get((name, label)), parse_typed(text)[0])
+                    for label, text in types.items()
+                }
+                if not parts.is_own(name):
+                    self.optimizer.state[params[name]][slot] = nested_state.unflatten(described, tensors)
 
     @of_all_stages
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

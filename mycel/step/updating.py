@@ -7,7 +7,8 @@ added up        they are kept for `step.apply()` (`accumulation.py`)
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,13 +59,20 @@ class Updating:
         named = [(p, name) for g in unsharded.groups for p, name in zip(g.params, g.group.params, strict=True)]
         return [(p, self._gradients[name]) for p, name in named if p not in unused]
 
-    def finish(self, unsharded: UnshardedStep, outs: Sequence[Any], unused: Collection[torch.nn.Parameter]) -> None:
+    def finish(
+        self,
+        unsharded: UnshardedStep,
+        outs: Sequence[Any],
+        unused: Collection[torch.nn.Parameter],
+        parts: ShardedModel | None,
+    ) -> None:
         """What is left to do with gradients after the program: parameters get them, and the optimiser, where its update
         is no part of the program.  Those that the step did not use have none."""
         pairs = self.gradients_of(unsharded, unused)
         finite = self.by_rule or bool(torch.isfinite(outs[unsharded.results]) & torch.isfinite(outs[0]))
         if not self.by_rule and finite:
-            torch_update.update(self.optimizer, pairs, self.settings.clip_norm, self.settings.clip_value)
+            clipping = self.settings.clip_norm, self.settings.clip_value
+            torch_update.update(self.optimizer, pairs, *clipping, partial(norm_of, parts))
         if self.by_rule or not finite or not self.settings.grads:
             for group in self.optimizer.param_groups:
                 for p in group["params"]:
@@ -87,22 +95,39 @@ class AddingUp(Updating):
         """Not here."""
 
     def in_parts(self, parts: ShardedModel) -> bool:
-        """Do ranks hold parts of what is updated?"""
-        return bool(_split(parts) or parts.plan.zero)
+        """Do ranks hold parts of what is updated, of its tensors or some of them?"""
+        written = parts.written
+        return bool(_split(parts) or parts.plan.zero or written.is_pipeline or written.place)
+
+    def by_program(self, parts: ShardedModel) -> bool:
+        """Is the update of what was added up a program's?"""
+        return self.in_parts(parts) and not self.why_torch()
 
     def refuse_split(self, parts: ShardedModel) -> None:
-        plan, in_parts = parts.plan, self.in_parts(parts)
-        if in_parts and (why := self.why_torch()):
-            torch_update.refuse_split(self.optimizer, why, plan, _split(parts))
-        apart = {"stages": plan.is_pipeline, "place": bool(plan.place), "sync": in_parts and plan.synced() is not None}
-        if kind := next((name for name, is_there in apart.items() if is_there), ""):
+        if why := self.why_torch():
+            torch_update.refuse_split(self.optimizer, why, parts.plan, _split(parts))
+        if parts.plan.synced() is not None:
             raise PlanError(
-                f"step.accumulate adds up gradients of ranks that step together, which they do not with {kind}\n"
+                "step.accumulate adds up gradients of ranks that step together, and with sync replicas take steps of "
+                "their own\n"
                 "  try       train_step(…, accumulate=k): parts of one large batch, under any plan"
             )
 
-    def finish(self, unsharded: UnshardedStep, outs: Sequence[Any], unused: Collection[torch.nn.Parameter]) -> None:
+    def finish(
+        self,
+        unsharded: UnshardedStep,
+        outs: Sequence[Any],
+        unused: Collection[torch.nn.Parameter],
+        parts: ShardedModel | None,
+    ) -> None:
         self.sums.add(self.gradients_of(unsharded, unused), self.weights)
+
+
+def norm_of(parts: ShardedModel | None, gradients: Mapping[torch.nn.Parameter, torch.Tensor]) -> torch.Tensor:
+    """Of gradients that this rank has whole, or some of, or parts of: then all ranks call it."""
+    if parts is None or not (parts.owners or _split(parts)):
+        return torch.nn.utils.get_total_norm(gradients.values())
+    return parts.norm(gradients)
 
 
 def _split(parts: ShardedModel) -> list[str]:
