@@ -82,6 +82,7 @@ class Meets(nn.Module):
         super().__init__()
         self.kind, self.a, self.b = kind, nn.Linear(6, 5), nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5))
         self.norm, self.scale = nn.BatchNorm1d(5), nn.Parameter(torch.tensor(0.3))
+        self.rank = nn.Parameter(torch.rand(9, 5))
         self.token, self.tower = nn.Parameter(torch.randn(1, 1, 6)), nn.TransformerEncoderLayer(6, 2, 8, 0.0)
 
     def forward(self, x, y=None):
@@ -128,6 +129,27 @@ class Meets(nn.Module):
             case "stacked and cut":
                 left, right = self.a(torch.cat([x, 2 * x])).chunk(2)
                 return (left * right).square().mean()
+            case "counted by place":
+                return (F.cross_entropy(h, y, reduction="none") * torch.linspace(1, 2, len(x))).mean()
+            case "a table by place":
+                return (h * (self.rank[: len(x)] + k.detach())).square().mean()
+            case "the last row":
+                return F.cross_entropy(h[-1:] + k[-1:], y[-1:])
+            case "mean prediction":
+                p = (h + k).softmax(-1).mean(0)
+                return (p * p.log()).mean()
+            case "of totals":
+                return torch.minimum((h - k).square().mean().sqrt(), k.square().mean())
+            case "over one more":
+                w = (y > 1).double()
+                return (nn.functional.cross_entropy(h + k, y, reduction="none") * w).sum() / (w.sum() + 1)
+            case "over a root":
+                w = (y > 1).double()
+                return (nn.functional.cross_entropy(h + k, y, reduction="none") * w).sum() / w.sum().sqrt()
+            case "over a variance":
+                return F.mse_loss(h[:, 0], k[:, 0]) / x[:, 0].var()
+            case "rows in a sum of torch's":
+                return h.logcumsumexp(0).mean() + k.square().mean()
             case "at its place":  # rows stay apart
                 places = torch.arange(len(x))
                 return -(h.log_softmax(-1)[places, y] + k.log_softmax(-1).reshape(-1)[places * 5 + y]).mean()
@@ -137,7 +159,8 @@ class Meets(nn.Module):
 KINDS = [
     "contrastive", "batch norm", "centred", "softmax of rows", "attention", "weighted", "towers", "mixed",
     "standardised", "shuffled early and late", "halves", "neighbours", "looked up backwards", "stacked and cut",
-    "at its place", "plain",
+    "at its place", "plain", "counted by place", "a table by place", "the last row", "mean prediction", "of totals",
+    "over one more", "over a root", "over a variance", "rows in a sum of torch's",
 ]  # fmt: skip
 
 
@@ -161,6 +184,84 @@ def test_rows_that_meet_give_the_loss_of_the_whole_batch(kind, parts):
             optimizer.step()
             torch.testing.assert_close(step(x, y), loss.detach())
     torch.testing.assert_close(dict(model.state_dict()), dict(twin.state_dict()))
+
+
+def sequence_first(model, x, y):
+    """x: time batch features; the batch is not what is split."""
+    return F.cross_entropy(model(x).mean(0), y)
+
+
+def rows_of_several_lengths(model, x, ends, y):
+    """x: the rows of all sequences, one behind the other."""
+    own = torch.bucketize(torch.arange(len(x)), ends, right=True)
+    sums = torch.zeros(len(y), 5, dtype=x.dtype).index_add(0, own, model(x))
+    return F.cross_entropy(sums / own.bincount(minlength=len(y))[:, None], y)
+
+
+@pytest.mark.parametrize(
+    "loss, sizes", [(sequence_first, [(6, 8, 6), (8,)]), (rows_of_several_lengths, [(12, 6), (3,), (3,)])]
+)
+def test_what_is_cut_is_no_row_of_the_batch(loss, sizes):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+    batch = [torch.randn(sizes[0], dtype=torch.float64), *(torch.tensor([4, 9, 12]) for _ in sizes[2:])]
+    batch.append(torch.randint(0, 5, sizes[-1]))
+    wanted = loss(model, *batch).detach()
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), 0.0), loss, accumulate=2, compile=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(step(*batch), wanted)
+
+
+def loop_that_sums(model, x, y):
+    return sum(F.cross_entropy(model(a), b) for a, b in zip(x, y, strict=True))
+
+
+def loop_with_a_state(model, x, y):
+    state, total = torch.zeros(5, dtype=x.dtype), 0.0
+    for a, b in zip(x, y, strict=True):
+        state = torch.tanh(state + model(a))
+        total = total + F.cross_entropy(state, b)
+    return total / len(x)
+
+
+def loop_with_numbers(model, x, y, weights):
+    return sum(F.cross_entropy(model(a), b) * w for a, b, w in zip(x, y, weights, strict=False)) / len(x)
+
+
+def loop_of_a_mean(model, x, y):
+    return sum(F.cross_entropy(model(a), b) for a, b in zip(x, y, strict=True)) / len(x)
+
+
+@pytest.mark.parametrize(
+    "loss, at_once", [(loop_that_sums, 1), (loop_with_a_state, 1), (loop_with_numbers, 1), (loop_of_a_mean, 0)]
+)
+def test_a_loop_over_rows_is_the_loss_of_the_whole_batch(loss, at_once):
+    """A part has other equations than the batch: whether they give a share of its loss is tried; if not, the batch is
+    computed at once, and it is said."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 5)).double()
+    twin = copy.deepcopy(model)
+    batch = [torch.randn(6, 6, dtype=torch.float64), torch.randint(0, 5, (6,))]
+    batch += [[1.0, 2.0, 3.0, 0.5, 1.5, 2.5]] * (loss is loop_with_numbers)
+    wanted = loss(twin, *batch)
+    wanted.backward()
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), 1.0), loss, accumulate=2, compile=False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.testing.assert_close(step(*batch), wanted.detach())
+    assert sum("the batch is computed at once" in str(w.message) for w in said) == at_once == len(said)
+    moved = {name: p - model.get_parameter(name) for name, p in twin.named_parameters()}
+    torch.testing.assert_close(moved, {name: p.grad for name, p in twin.named_parameters()})
+
+
+def test_code_for_the_whole_batch_alone_is_refused():
+    model = nn.Linear(6, 4)
+    step = mycel.train_step(
+        model, torch.optim.SGD(model.parameters(), 0.1), lambda out: out.view(2, 4, 4).std(1).mean(), accumulate=2
+    )
+    with pytest.raises(mycel.errors.TrainError, match=r"accumulate=2: .* batch of 8 rows, and not for a part of 4"):
+        step(torch.randn(8, 6))
 
 
 @pytest.mark.parametrize("kind", ["contrastive", "towers", "batch norm", "mixed", "standardised"])

@@ -24,12 +24,13 @@ from mycel.capture import (
     refuse_mixed_products,
 )
 from mycel.capture import capture as capture_call
-from mycel.errors import GradientError, TrainError, warn
+from mycel.errors import CaptureError, GradientError, TrainError, warn
 from mycel.feed import Arguments
 from mycel.ir import Program, Var, check
 from mycel.objective import Batch, refuse_outputs
 from mycel.parts import UnshardedStep, roles_of
 from mycel.step.settings import Settings
+from mycel.step.shares_tried import shares_add_up
 
 differentiate_with(transform.value_and_grad, transform.jvp)
 
@@ -88,7 +89,7 @@ class Recipe:
         names = self._trained(captured)
         refuse_mixed_products(program)
         if batch.parts > 1:
-            return self._of_parts(captured, whole, program, batch, names)
+            return self._of_parts(captured, whole, program, batch, names, data)
         program, groups, results, fp8 = self._differentiated(self._scaled(program), names)
         program = self._in_pieces(program)
         body = program.entry
@@ -100,7 +101,13 @@ class Recipe:
         return UnshardedStep(captured, program, groups, results, body, fp8)
 
     def _of_parts(
-        self, captured: Captured, whole: Captured, part: Program, batch: Batch, names: dict[int, str]
+        self,
+        captured: Captured,
+        whole: Captured,
+        part: Program,
+        batch: Batch,
+        names: dict[int, str],
+        data: Arguments,
     ) -> UnshardedStep:
         """Loss and gradients of the whole batch, from the program of the loss of a part."""
         if kept := [place.name for place, tree in captured.effects if tree.kind != "static"]:
@@ -111,28 +118,46 @@ class Recipe:
         split, large, scaled = batch.split(captured.leaves), self._prepared(whole), self._scaled(part)
         refuse_outputs(scaled, large, batch.parts)
         captured = replace(captured, out=whole.out)  # plain numbers among the outputs are those of the whole batch
-        meeting = transform.coupled(captured.program, whole.program, names.values(), split)
-        if meeting:
+        coupling = transform.coupled(captured.program, whole.program, names.values(), split)
+        program, counting, unseen = transform.shares(scaled, large, names.values(), split, batch.parts)
+        meeting = coupling.meeting
+        if not coupling.are_alike or (coupling.believed and not (meeting or unseen)):
+            shares = transform.shares(part, large, names.values(), split, batch.parts)[:2]
+            add_up = shares_add_up(*shares, large, _inputs(captured, data), split, batch.parts)
+            if not coupling.are_alike and not add_up and not self._is_staged:
+                return self._at_once(whole, large, batch)
+            meeting, unseen = coupling.believed if add_up is False else [], []
+        if meeting or unseen:
             met = None
             if not self._is_staged:
                 met = transform.by_parts(part, large, names.values(), split, batch.parts)
             if met is not None:
                 program, groups, results, fp8 = self._differentiated(check(self._scaled(met)), names)
                 return UnshardedStep(captured, program, groups, results, program.entry, fp8)
+        if meeting:
             warn(
                 "accumulate: rows of the batch meet before the loss sums them up, so the loss is of its parts,\n"
                 f"not of the whole: {'; '.join(meeting[:5])}\n"
                 "  try       accumulate=1, or memory=… for a batch that does not fit",
             )
-        rows = transform.results_in_rows(scaled, large)
-        program, counting, unseen = transform.shares(scaled, large, names.values(), split, batch.parts)
         if unseen:
             warn(
                 f"accumulate: no sum or mean over the batch, so its parts weigh the same: {'; '.join(unseen)}",
             )
+        rows = transform.results_in_rows(scaled, large)
         program, groups, results, fp8 = self._differentiated(program, names)
         program = check(transform.microbatch(self._in_pieces(program), counting, batch.parts, split, rows))
         return UnshardedStep(captured, program, groups, results, transform.BODY, fp8)
+
+    def _at_once(self, whole: Captured, program: Program, batch: Batch) -> UnshardedStep:
+        """Loss and gradients of a batch that is not computed in parts."""
+        warn(
+            f"accumulate={batch.parts}: the code is another program for a part of the batch (a loop over rows, say),\n"
+            "which is not shown to give a share of the loss: the batch is computed at once\n"
+            "  try       one call for all rows in place of the loop, or accumulate=1"
+        )
+        program, groups, results, fp8 = self._differentiated(self._scaled(program), self._trained(whole))
+        return UnshardedStep(whole, self._in_pieces(program), groups, results, program.entry, fp8)
 
     # -- what is captured ----------------------------------------------------------------------------------------
 
@@ -151,17 +176,28 @@ class Recipe:
         if batch.parts > 1:
             if whole.effects:  # the next part goes on with what this one changed: numbers of the program
                 whole = of(*arguments, data)
-            captured = of(*batch.part(), first.part())
+            captured = self._of_first_part(of, batch, first)
             captured = self._for_all_parts(captured, whole, batch, data)
         return batch, *self._unmasked(captured, whole, data)
+
+    def _of_first_part(self, of: Callable[..., Captured], batch: Batch, data: Batch) -> Captured:
+        """The loss of the first part: code that takes the whole batch may not take it."""
+        try:
+            return of(*batch.part(), data.part())
+        except CaptureError as e:
+            assert batch.rows is not None
+            raise TrainError(
+                f"accumulate={batch.parts}: the code runs for the whole batch of {batch.rows} rows, and not for a part "
+                f"of {batch.rows // batch.parts}\n  because   {str(e).partition(chr(10) + '  try')[0]}\n"
+                "  try       sizes of the tensors at hand (len(x)) in place of numbers, tensors in place of lists with "
+                "an item for each row, or accumulate=1"
+            ) from e
 
     def _for_all_parts(self, captured: Captured, whole: Captured, batch: Batch, data: Arguments) -> Captured:
         """What was captured for the first part, where what the batch decided is decided so by every part."""
         split = batch.split(captured.leaves)
         of_parts = tuple(f.in_parts(batch.parts, split) for f in captured.facts)
-        leaves: list[torch.Tensor] = []
-        flatten_arguments(data, leaves)
-        inputs = input_tensors(captured, leaves)
+        inputs = _inputs(captured, data)
         for facts in of_parts:
             if not facts.hold(*(inputs[name] for name in facts.inputs)):
                 raise TrainError(
@@ -271,6 +307,13 @@ class Recipe:
         block = replace(differentiated.main, outputs=(*outs[:results], *ordered, *outs[results + len(wrt) :]))
         differentiated = replace(differentiated, blocks={**differentiated.blocks, differentiated.entry: block})
         return transform.simplify(differentiated, ranks=self.for_ranks), tuple(groups)
+
+
+def _inputs(captured: Captured, data: Arguments) -> dict[str, torch.Tensor]:
+    """What is behind the inputs of the program, by name; of the arguments what is in `data`."""
+    leaves: list[torch.Tensor] = []
+    flatten_arguments(data, leaves)
+    return input_tensors(captured, leaves)
 
 
 def _is_ones(x: torch.Tensor) -> bool:

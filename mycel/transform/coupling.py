@@ -5,13 +5,15 @@ over the batch.  Of values that depend on the batch,
 
     one with two such dims                       s[b,b] = x[b,d] y[b,d]ᵀ         every row meets every other
     one over the batch from one that sums it up  x[b,d] - mean[d]                every row meets all of them
+    one over the batch with numbers by place     l[b] * linspace(1, 2, b)    a row counts by where it is
     a dim of the batch that must stay whole      batch_norm, softmax over rows   by way of the operator's expansion
                                                  x[permutation], sort, flip,     an operator that has none moves rows
                                                  x.chunk(2), x[1:] - x[:-1]
 
-A row looked up at its own place, x[arange(b), y], stays where it is, and so do those of x and y in [x, y]; of opaque
-operators nothing is known, and they are believed to keep rows apart.  A loss of such values over a part is not the
-part's share in the loss over the batch.
+A row looked up at its own place, x[arange(b), y], stays where it is, and so do those of x and y in [x, y].  A loss of
+such values over a part is not the part's share in the loss over the batch.  Of opaque operators nothing is known
+(`believed`), nor is anything of programs that are not the same equations, as loops over rows make them: these are tried
+(`step/shares_tried.py`).
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ class _Known:
     trained: bool = False
     rows: int = 0  # dims that run over the batch
     place: bool = False  # where each row itself is
+    uneven: bool = False  # by its place a row has a value of its own: 1, 1.5, 2 …
 
     @property
     def summed(self) -> bool:
@@ -43,15 +46,25 @@ class _Known:
         return self.batch and not self.rows
 
 
-def coupled(part: Program, whole: Program, trained: Collection[str], split: Collection[str]) -> list[str]:
-    """The user's lines where rows meet, in a part's program; none where the programs are not the same equations."""
+@dataclass(frozen=True)
+class Coupling:
+    """The user's lines where rows meet, in a part's program; whether the two programs are the same equations at all;
+    and the lines of operators of which nothing is known."""
+
+    meeting: list[str]
+    are_alike: bool
+    believed: list[str]
+
+
+def coupled(part: Program, whole: Program, trained: Collection[str], split: Collection[str]) -> Coupling:
+    """What a part's program does with rows that other parts would have to know."""
     inputs = [
         _Known(v.name in split, v.name in trained, _rows(v, w))
         for v, w in zip(part.main.inputs, whole.main.inputs, strict=False)
     ]
-    lines: dict[str, None] = {}
-    _Walk(part, whole, lines).block(part.main, whole.main, inputs)
-    return list(lines)
+    walk = _Walk(part, whole, {})
+    walk.block(part.main, whole.main, inputs)
+    return Coupling(list(walk.lines), walk.are_alike, list(walk.believed))
 
 
 def _whole_dims(eqn: Eqn, large: Eqn) -> list[list[bool]]:
@@ -79,6 +92,8 @@ def _rows(v: Var, w: Var) -> int:
 class _Walk:
     def __init__(self, part: Program, whole: Program, lines: dict[str, None]) -> None:
         self.part, self.whole, self.lines = part, whole, lines
+        self.are_alike = True
+        self.believed: dict[str, None] = {}
 
     def block(self, part: Block, whole: Block, inputs: Sequence[_Known]) -> list[_Known]:
         """What the results of a block are."""
@@ -89,6 +104,7 @@ class _Walk:
     def equations(self, part: Sequence[Eqn], whole: Sequence[Eqn], known: dict[Var, _Known]) -> None:
         if [e.op for e in part] != [e.op for e in whole]:
             known.update((v, _Known()) for e in part for v in e.outputs)
+            self.are_alike = False
             return
         for eqn, large in zip(part, whole, strict=True):
             given = [_known(x, known) for x in eqn.inputs]
@@ -99,12 +115,24 @@ class _Walk:
                 batch, trained = any(g.batch for g in given), any(g.trained for g in given)
                 pairs = zip(eqn.outputs, large.outputs, strict=True)
                 place = self.counts(eqn, large, given)
-                outs = [_Known(batch, trained, rows := _rows(v, w), place and rows > 0) for v, w in pairs]
+                uneven = any(g.uneven for g in given) or (not batch and self.is_uneven(eqn, large, given))
+                outs = [
+                    _Known(
+                        batch,
+                        trained,
+                        rows := _rows(v, w),
+                        place and rows > 0,
+                        uneven and rows > 0 and not (batch and is_float(v.dtype)),  # its line is noted
+                    )
+                    for v, w in pairs
+                ]
                 self.judge(eqn, large, given, outs)
             known.update(zip(eqn.outputs, outs, strict=True))
 
     def judge(self, eqn: Eqn, large: Eqn, given: Sequence[_Known], outs: Sequence[_Known]) -> None:
         """Note the line of an equation in which rows meet."""
+        if (eqn.op.foreign or eqn.op.python) and any(g.rows and g.batch for g in given):
+            self.believed[eqn.line or eqn.op.name] = None
         of_batch = [(v, k) for v, k in zip(eqn.outputs, outs, strict=True) if k.rows and k.batch]
         if not of_batch or eqn.op in CONTROL:
             return
@@ -118,6 +146,9 @@ class _Walk:
             and not any(g.rows > 1 for g in given)
             or any(g.rows for g in given)
             and any(g.summed for g in given)
+            or any(g.uneven for g in given)
+            and eqn.op.looked_up is None
+            and not self.stays_whole(eqn, large)
         ):
             self.lines[eqn.line or eqn.op.name] = None
         elif eqn.op.expand is not None and self.stays_whole(eqn, large):
@@ -142,6 +173,22 @@ class _Walk:
             return all(isinstance(x, int) and x > 0 for x, _ in others)
         return eqn.op in SAME_NUMBERS or (eqn.op is o.add and all(g.batch or not g.rows for _, g in others))
 
+    def is_uneven(self, eqn: Eqn, large: Eqn, given: Sequence[_Known]) -> bool:
+        """Are these numbers that are made without the batch, as many as it has rows, and others in the next part?
+        (Numbers that are drawn are as good as any.)"""
+        if eqn.op is o.const:
+            part, whole = (p.consts[e.params["name"]] for p, e in ((self.part, eqn), (self.whole, large)))
+            if part.ndim != whole.ndim or any(b % a for a, b in zip(part.shape, whole.shape, strict=True) if a):
+                return False
+            return part.shape != whole.shape and not torch.equal(
+                part.repeat([b // a if a else 1 for a, b in zip(part.shape, whole.shape, strict=True)]), whole
+            )
+        if eqn.op is o.iota:
+            dim = eqn.params["dim"]
+            return eqn.outputs[0].shape[dim] != large.outputs[0].shape[dim]
+        is_drawn = "site" in eqn.op.defaults
+        return not is_drawn and eqn.op not in (o.full, o.expand) and not any(g.rows for g in given)  # table[:len(x)]
+
     def moves_rows(self, eqn: Eqn, large: Eqn, given: Sequence[_Known]) -> bool:
         """Does a row of the result come from another place?"""
         if eqn.op in IN_ORDER:
@@ -164,8 +211,11 @@ class _Walk:
                 e.op.expand(*e.inputs, **e.params)  # type: ignore[misc]
             eqns.append(b.eqns)
         known = {x: g for x, g in zip(eqn.inputs, given, strict=True) if isinstance(x, Var)}
-        before = len(self.lines)
+        before, were_alike = len(self.lines), self.are_alike
         self.equations(eqns[0], eqns[1], known)
+        if not self.are_alike:
+            self.believed[eqn.line or eqn.op.name] = None
+            self.are_alike = were_alike
         if len(self.lines) > before:
             for line in list(self.lines)[before:]:
                 del self.lines[line]

@@ -31,6 +31,14 @@ from mycel.transform.dce import dce
 from mycel.transform.vjp import Vjp, active_vars
 
 BODY = "part"
+LIMITS = (
+    o.cast,
+    o.clamp,
+    o.maximum,
+    o.minimum,
+    o.add,
+    o.sub,
+)  # what is done to a count before something is divided by it
 NEXT = 1 << 40  # the key of the next part is the child of this one's that no draw or call is
 
 
@@ -201,7 +209,7 @@ class _Loss:
         if name in ("add", "sub") and eqn.outputs[0].shape == ():
             minus = replace(eqn, op=OPS["neg"], inputs=(b,))
             return self.terms(a, outer) + self.terms(b, outer if name == "add" else (minus, *outer))
-        if name in ("neg", "cast") or (name in ("reshape", "sum", "mean") and isinstance(a, Var) and a.shape == ()):
+        if name in ("neg", "cast") or (name in ("reshape", "permute", "sum", "mean") and not self.is_over_rows(eqn)):
             is_sum = is_float(a.dtype)  # type: ignore[union-attr]
             return self.terms(a, (eqn, *outer)) if is_sum else [Term(x, outer=outer)]
         if name in ("mul", "div") and isinstance(a, Var) and self.is_factor(b):
@@ -210,11 +218,28 @@ class _Loss:
             return self.terms(b, (replace(eqn, inputs=(b, a)), *outer))
         if name == "div" and isinstance(b, Var) and b not in self.moving and b.shape == ():
             count, limits = self.limited(b)
+            if not self.is_sum(a) or not self.is_sum(count):
+                self.unseen.append(f"{name}  {eqn.source}".strip())
             return [Term(a, count, outer=outer, limits=limits)]
         sums = self.sums_up(eqn)
-        if not sums and x in self.varying and not eqn.op.averages:
+        if not sums and x in self.varying and not (eqn.op.averages and self.is_over_rows(eqn)):
             self.unseen.append(f"{name}  {eqn.source}".strip())
         return [Term(x, sums=sums, outer=outer)]
+
+    def is_sum(self, x: Atom) -> bool:
+        """Is it made of sums over the rows of a part, and of nothing else?"""
+        noted, self.unseen = self.unseen, []
+        terms = self.terms(x)
+        is_sum = not self.unseen and all(t.sums for t in terms)
+        self.unseen = noted
+        return is_sum
+
+    def is_over_rows(self, eqn: Eqn) -> bool:
+        """Has its operand more elements for the whole batch, or, where that is not known, any dim?"""
+        large = self.large.get(eqn.outputs)
+        if large is None:
+            return eqn.input_types[0].shape != ()
+        return large.input_types[0].numel > eqn.input_types[0].numel
 
     def is_factor(self, x: Atom) -> bool:
         """A number, or a scalar that is the same for all parts."""
@@ -223,9 +248,9 @@ class _Loss:
         return isinstance(x, (int, float))
 
     def limited(self, count: Var) -> tuple[Var, tuple[Eqn, ...]]:
-        """clamp(n, 1) is done to the sum of n, not to each of its parts."""
+        """clamp(n, 1) or n + 1e-6 is done to the sum of n, not to each of its parts."""
         eqn = self.producers.get(count)
-        if eqn is None or eqn.op not in (o.clamp, o.cast) or [*eqn.vars] != [eqn.inputs[0]]:
+        if eqn is None or eqn.op not in LIMITS or [*eqn.vars] != [eqn.inputs[0]]:
             return count, ()
         inner, limits = self.limited(next(eqn.vars))
         return inner, (*limits, eqn)
@@ -254,13 +279,8 @@ class _Loss:
     def sums_up(self, eqn: Eqn) -> bool:
         """Is it a sum over the rows of the part?"""
         if eqn.op.averages and "reduction" in eqn.op.defaults:
-            return eqn.params.get("reduction", "mean") == "sum"
-        large = self.large.get(eqn.outputs)
-        if eqn.op is not o.sum:
-            return False
-        return (
-            eqn.outputs[0] in self.varying if large is None else large.input_types[0].numel > eqn.input_types[0].numel
-        )
+            return eqn.params.get("reduction", "mean") == "sum" and self.is_over_rows(eqn)
+        return eqn.op is o.sum and eqn.outputs[0] in self.varying and self.is_over_rows(eqn)
 
 
 def _means_apart(block: Block) -> Block:
