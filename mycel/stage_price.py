@@ -94,13 +94,6 @@ class PricedStages:
         return "\n".join(lines)
 
 
-def price_stages(laid_out: LaidOut, runs: Sequence[LayerRun], price: float, stages: int, schedule: str) -> PricedStages:
-    """A pipeline of a model, of which a step with few layers is laid out over the ranks inside a stage; `price`:
-    seconds that keeping a byte for backward costs.  Whoever asks about several numbers of stages and schedules keeps
-    `StagePieces.of`, and asks that."""
-    return StagePieces.of(laid_out, runs, price, plan.splits(schedule)).priced(stages, schedule)
-
-
 @dataclass
 class StagePricing:
     """Pieces of one step, laid out inside a stage, under any price of keeping a byte and with any schedule; `runs`: the

@@ -179,7 +179,7 @@ def every_choice(options: Options, mesh: Mesh) -> Iterator[tuple]:
                 {**labels, axis: label} for labels in todo for label in options.labels(mesh, axis, letters_of(labels))
             ]
         for labels in todo:
-            choice = options.choice(labels, mesh)
+            choice = options.choice(labels)
             key = (choice.ins, choice.outs, tuple(sorted(choice.letters.items())))
             if key not in seen:
                 seen.add(key)

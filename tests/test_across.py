@@ -14,7 +14,7 @@ from test_layouts import MESHES, random_layout
 from mycel.errors import PlanError
 from mycel.ir import Layout, Mesh, type_of
 from mycel.launch import launch
-from mycel.plan.across import Placed, rounds, transfers, wire_bytes
+from mycel.plan.across import Placed, rounds, transfers
 from mycel.run.simulate import part_of
 
 
@@ -62,9 +62,9 @@ def test_senders_share_the_work_and_keep_what_they_have():
     x = torch.zeros(8, 4)
     whole = Placed(Layout(((), ())), Mesh(a=4), (0, 1, 2, 3))
     moves = transfers(type_of(x), whole, Placed(Layout((("b",), ())), Mesh(b=4), (4, 5, 6, 7)))
-    assert sorted(t.source for t in moves) == [0, 1, 2, 3] and wire_bytes(type_of(x), moves) == 8 * 4 * 4
+    assert sorted(t.source for t in moves) == [0, 1, 2, 3] and sum(t.numel for t in moves) == x.numel()
     same = transfers(type_of(x), whole, Placed(Layout((("b",), ())), Mesh(b=4), (0, 1, 2, 3)))
-    assert all(t.source == t.target for t in same) and wire_bytes(type_of(x), same) == 0
+    assert same and all(t.source == t.target for t in same)
 
 
 def test_by_real_messages(tmp_path):

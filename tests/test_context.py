@@ -92,7 +92,7 @@ def lowered(op, inputs, params, labels, mesh):
     atoms = [b.input(f"x{i}", type_of(x)) if isinstance(x, torch.Tensor) else x for i, x in enumerate(inputs)]
     with b:
         outs = as_tuple(op(*atoms, **params))
-    choice = Options.of(b.eqns[0]).choice(labels, mesh)
+    choice = Options.of(b.eqns[0]).choice(labels)
     laid = Laid(tuple(x for x in choice.ins if x is not None), (choice,), choice.outs)
     return check(spmd(Program({"main": b.block(outs)}), {"main": laid}, moves_on(mesh))), choice, outs
 
@@ -347,7 +347,7 @@ def test_from_sequence_to_heads_and_back(params, mesh):
         atoms = [b.input(f"x{i}", type_of(x)) if x is not None else None for i, x in enumerate(given)]
         with b:
             outs = op(*atoms, **params)
-        choice = Options.of(b.eqns[0]).choice(labels, mesh)
+        choice = Options.of(b.eqns[0]).choice(labels)
 
         def split(x):
             return Layout((batch, (), ("cp",), *((),) * (x.ndim - 3)))

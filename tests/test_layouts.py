@@ -267,7 +267,7 @@ def laid_out(program, inputs, labels, mesh, rng=None):
     """Its one operator on parts, the operands and results as its choice has them, or with `rng` elsewhere; the results
     put together."""
     (eqn,) = program.main.eqns
-    choice = Options.of(eqn).choice(labels, mesh)
+    choice = Options.of(eqn).choice(labels)
     given, result = (
         elsewhere(choice, program, mesh, rng)
         if rng
@@ -285,7 +285,7 @@ def run_in_parts(op, inputs, params, labels, mesh, rng):
     """The operator alone in a program, its operands and results in random layouts; the results put together, and its
     choice."""
     program = alone(op, inputs, params)
-    return laid_out(program, inputs, labels, mesh, rng), Options.of(program.main.eqns[0]).choice(labels, mesh)
+    return laid_out(program, inputs, labels, mesh, rng), Options.of(program.main.eqns[0]).choice(labels)
 
 
 def made_whole(op, example):

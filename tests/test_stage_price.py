@@ -14,9 +14,10 @@ from torch import nn
 from mycel.errors import PlanError
 from mycel.ir import Mesh
 from mycel.plan import CPU, Plan, ladder
+from mycel.plan.schedule import splits
 from mycel.planning import LaidOut, Task
 from mycel.search_space import Shape
-from mycel.stage_price import LayerRun, StagePieces, price_stages
+from mycel.stage_price import LayerRun, StagePieces
 
 LAYERS = 9
 RUN = LayerRun("layers", kept=4, period=1, count=LAYERS)
@@ -37,7 +38,7 @@ def shallow() -> LaidOut:
 
 @pytest.mark.parametrize("stages, schedule", [(3, "1f1b"), (4, "zbh1"), (4, "interleaved")])
 def test_as_the_stages_of_the_whole_model(stages, schedule, shallow):
-    priced = price_stages(shallow, [RUN], 0.0, stages, schedule)
+    priced = StagePieces.of(shallow, [RUN], 0.0, splits(schedule)).priced(stages, schedule)
     whole = laid_out(LAYERS, Plan(Mesh(), stages=priced.begin, schedule=schedule))
     outcome = whole.under(ladder(whole.costs)[:1])
     assert outcome.steps is not None
@@ -53,7 +54,7 @@ def test_as_the_stages_of_the_whole_model(stages, schedule, shallow):
 
 def test_layers_go_where_the_head_is_not(shallow):
     """The cut is the best of all by the figures of its blocks, so a stage with the head has fewer layers."""
-    priced = price_stages(shallow, [RUN], 0.0, 3, "1f1b")
+    priced = StagePieces.of(shallow, [RUN], 0.0, splits=False).priced(3, "1f1b")
     assert priced.layers[-1] < max(priced.layers)
     assert priced.begin[0] == "embed"
 

@@ -146,7 +146,6 @@ class Record(Builder):
         self.leaf_grads: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}  # what .grad is, since backward()
         self.raised: BaseException | None = None  # the last exception of a raise statement in rewritten code
         self.numbers = False  # are there weak tensors?
-        self.asked_numbers = False  # … that stand for numbers which code asked of tensors?
         self.maybe: set[str] = set()  # variables that only one of two branches defines
         self.lists_vary = False  # are there lists whose length depends on values?
         self.picks_rows = False  # has code asked for rows, or places, at which a mask holds?

@@ -97,7 +97,7 @@ def as_number(tracer: Any, x: torch.Tensor) -> Any:
     """x.item() of a tensor whose value is not known: a number that no gradient flows through."""
     wide = x.dtype if x.dtype == torch.bool else torch.float64 if x.is_floating_point() else torch.int64
     number: Any = x.detach().reshape(()).to(torch.complex128 if x.is_complex() else wide, copy=True)
-    number.weak = tracer.numbers = tracer.asked_numbers = True
+    number.weak = tracer.numbers = True
     return number
 
 

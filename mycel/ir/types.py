@@ -29,7 +29,7 @@ NAMES = {
     torch.float8_e5m2: "f8e5m2",
 }
 DTYPES = {name: dtype for dtype, name in NAMES.items()}
-DEVICE, HOST = SPACES = ("device", "host")  # where a value lies
+DEVICE, HOST = "device", "host"  # where a value lies
 
 
 @dataclass(frozen=True, slots=True)

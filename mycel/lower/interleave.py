@@ -159,7 +159,7 @@ class _Weaver:
             twins = [
                 (firsts.get(e.outputs), seconds.get(tuple(lookup(v, second) for v in e.outputs))) for e in block.eqns
             ]
-            woven = self._in_step(twins, there, names)
+            woven = self._in_step(twins, there)
         else:
             woven = self._woven(mine, theirs, there, names, shared | _on_the_side((*mine, *theirs), ends))
         stacking = Builder(beside=names)
@@ -216,12 +216,12 @@ class _Weaver:
             fresh.append(replace(again, outputs=outputs))
         return fresh, shared
 
-    def _in_step(self, pairs: Sequence[tuple[Eqn | None, Eqn | None]], there: set[Var], names: Builder) -> list[Eqn]:
+    def _in_step(self, pairs: Sequence[tuple[Eqn | None, Eqn | None]], there: set[Var]) -> list[Eqn]:
         """Each equation of the first microbatch, and that of the second; calls that wait for ranks are one of both."""
         eqns: list[Eqn] = []
         for mine, theirs in pairs:
             if mine is not None and theirs is not None and mine.op is call and self._is_waiting(mine):
-                both = [self._both(mine, theirs, names)]
+                both = [self._both(mine, theirs)]
             else:
                 both = [e for e in (mine, theirs) if e is not None]
             for eqn in both:
@@ -270,7 +270,7 @@ class _Weaver:
                     turn = 1 - turn  # until it is there as well
                     continue
                 first, second = (thread, other) if turn == 0 else (other, thread)
-                emit(self._both(first.eqns.popleft(), second.eqns.popleft(), names))
+                emit(self._both(first.eqns.popleft(), second.eqns.popleft()))
                 turn, stuck = 0, 0
                 continue
             thread.eqns.popleft()
@@ -314,7 +314,7 @@ class _Weaver:
             self.waiting[name] = any(self._is_waiting(e) for e in self.whole.blocks[name].eqns)
         return self.waiting[name]
 
-    def _both(self, mine: Eqn, theirs: Eqn, names: Builder) -> Eqn:
+    def _both(self, mine: Eqn, theirs: Eqn) -> Eqn:
         """One call for both."""
         f, g = str(mine.params["block"]), str(theirs.params["block"])
         alike = tuple(

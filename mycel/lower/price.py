@@ -36,7 +36,7 @@ class Prices:
     def _seconds(self, eqn: Eqn, label: Label, axes: Axes) -> tuple[float, float]:
         mesh = Mesh({a: self.links.mesh[a] for a in axes})
         links = Links(mesh, self.links.other, self.links.named)
-        choice = Options.of(eqn).choice(dict.fromkeys(axes, label), mesh)
+        choice = Options.of(eqn).choice(dict.fromkeys(axes, label))
         inputs = tuple(dict.fromkeys(eqn.vars))
         layouts = {
             x: layout

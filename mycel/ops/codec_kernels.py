@@ -74,11 +74,6 @@ class Codec:
     def is_exact(self) -> bool:
         return FORMS[self.name].exact
 
-    @property
-    def is_unbiased(self) -> bool:
-        """Is the mean over keys what was encoded?"""
-        return self.is_exact or self.stochastic
-
     def bound(self, x):
         """The largest error of each element of blocks [n, block]."""
         return FORMS[self.name].bound(self, x)

@@ -92,11 +92,6 @@ def _overlapping(holders: dict[Box, list[int]], want: Box) -> list[tuple[Box, Se
     ]
 
 
-def wire_bytes(type: Type, pieces: Sequence[Transfer]) -> int:
-    """Bytes that change ranks."""
-    return sum(t.numel for t in pieces if t.source != t.target) * type.dtype.itemsize
-
-
 def rounds(pieces: Sequence[Transfer]) -> list[list[Transfer]]:
     """Transfers between ranks in rounds in which each rank sends one piece and receives one at most."""
     left, schedule = [t for t in pieces if t.source != t.target], []

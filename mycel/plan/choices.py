@@ -176,9 +176,9 @@ class Options:
         """Is it split by way of smaller operators?"""
         return letter not in self.plain and self.rule(letters, letter) is None
 
-    def choice(self, labels: Mapping[str, Label], mesh: Mesh, before: Mapping[str, Axes] | None = None) -> Choice:
+    def choice(self, labels: Mapping[str, Label]) -> Choice:
         """The layouts that one label for each axis makes; axes in the order given, the first the slowest."""
-        letters: dict[str, Axes] = {k: tuple(a) for k, a in (before or {}).items()}
+        letters: dict[str, Axes] = {}
         flows: dict[str, tuple[int, ...]] = {}
         for axis, label in labels.items():
             if label.letter:

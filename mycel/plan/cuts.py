@@ -84,13 +84,6 @@ def _joined(units: Sequence[int], seconds: Sequence[float], messages: Sequence[f
     return [CutBlock(units[a], sum(seconds[a:b]), messages[a]) for a, b in zip(starts, ends, strict=True)]
 
 
-def cut_seconds(blocks: Sequence[CutBlock], starts: Sequence[int], microbatches: int) -> float:
-    """What a cut is worth; `starts`: the blocks at which the second and later stages begin."""
-    edges = [0, *starts, len(blocks)]
-    stages = [sum(b.seconds for b in blocks[x:y]) for x, y in itertools.pairwise(edges)]
-    return (microbatches - 1) * max(stages) + sum(stages) + sum(blocks[i].message for i in starts)
-
-
 Fits = Callable[[int, int, int], bool]  # does a stage, by its number, of the blocks from one to before another?
 
 

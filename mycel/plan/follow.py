@@ -35,7 +35,7 @@ def nearest(options: Options, given: Sequence[Layout | None], moves: Moves) -> C
             before.update((k, (*before.get(k, ()), a)) for k in label.letter.split())
 
         def cost(label: Label, axis: str = axis) -> tuple[float, int]:
-            choice = options.choice({**labels, axis: label}, mesh)
+            choice = options.choice({**labels, axis: label})
             wanted = [
                 (t, have, want)
                 for t, have, want in zip(options.inputs, given, choice.ins, strict=True)
@@ -49,7 +49,7 @@ def nearest(options: Options, given: Sequence[Layout | None], moves: Moves) -> C
             return seconds, label == SAME
 
         labels[axis] = min(options.labels(mesh, axis, before), key=cost)
-    return options.choice(labels, mesh)
+    return options.choice(labels)
 
 
 def _only(layout: Layout, axes: set[str]) -> Layout:

@@ -121,7 +121,7 @@ class Graph:
         sources, often = self.sources[name], self.runs[name]
         for i, eqn in enumerate(block.eqns):
             if eqn.op in (call, cond, loop, scan):
-                self._control(name, eqn, sources, often)
+                self._control(eqn, sources, often)
                 continue
             options = Options.of(eqn)
             parts = self.parts[name, i] = independent(options)
@@ -209,7 +209,7 @@ class Graph:
     def source(self, block: str, x: Atom) -> Source | None:
         return self.sources[block].get(x) if isinstance(x, Var) else None
 
-    def _control(self, name: str, eqn: Eqn, sources: dict[Var, Source], often: int) -> None:
+    def _control(self, eqn: Eqn, sources: dict[Var, Source], often: int) -> None:
         p = eqn.params
         if eqn.op is call:
             self._pass(eqn.inputs, sources, p["block"], often)

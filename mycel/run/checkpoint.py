@@ -51,7 +51,7 @@ from mycel.sizes import counted
 
 __all__ = [
     "ALONE", "Loaded", "MeshProcess", "RunFolder", "Saver",
-    "best", "latest", "load", "load_latest", "load_latest_parts", "load_parts", "read", "save", "verify",
+    "best", "latest", "load", "load_latest", "load_latest_parts", "load_parts", "read", "save",
 ]  # fmt: skip
 
 Failure = tuple[str, str]  # why, and what to try
@@ -118,11 +118,6 @@ def load(path: Folder, device: str | torch.device = "cpu", only: Callable[[str],
     return Loaded(
         manifest.step, load_whole(path, manifest, names, torch.device(device)), manifest.meta, path, manifest.plan
     )
-
-
-def verify(path: Folder) -> None:
-    """Check every byte of the checkpoint at `path`."""
-    load(path, only=lambda _: False)
 
 
 def load_latest(

@@ -156,25 +156,17 @@ def memory_total(device: torch.device) -> int | None:
         return None
 
 
-def memory_used(device: torch.device) -> int:
-    """Bytes in use now: of tensors on a GPU, of the whole process on a CPU."""
-    import torch
-
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _resident("VmRSS")
-
-
 def memory_peak(device: torch.device) -> int:
     """The most bytes that were in use at once: of tensors on a GPU, of the whole process on a CPU."""
     import torch
 
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _resident("VmHWM")
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _most_resident()
 
 
-def _resident(field: str) -> int:
-    """Bytes of a line of /proc/self/status; where there is none, the peak that the system keeps (on Linux a parent's
-    counts in it)."""
+def _most_resident() -> int:
+    """Of this process, as /proc/self/status has it; else as the system keeps it (on Linux a parent's counts in it)."""
     try:
-        match = re.search(rf"^{field}:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+        match = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
     except OSError:
         match = None
     if match:

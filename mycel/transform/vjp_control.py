@@ -268,9 +268,7 @@ def forward_scan(half: Half, eqn: Eqn) -> Pull:
         gives_rows = [i for i in pair.gives if i >= m]
         start = [gs[i - n] if gs[i - n] is not None else zeros(eqn.outputs[i - n].type) for i in states]
         start += [zeros(atom_type(eqn.inputs[i])) for i in totals]
-        backward = _scan_backward(
-            vjp, eqn, pair, held, plain, deep, stacks, states, totals, read, rows, gives_rows, n, m
-        )
+        backward = _scan_backward(vjp, eqn, pair, held, plain, deep, stacks, states, totals, read, rows, gives_rows, n)
         xs = [*kept_rows, *(eqn.inputs[i] for i in read), *(gs[i] for i in rows)]
         inputs = (*(eqn.inputs[i] for i in held), *kept_stacks, *start, *xs)
         types = [*stacks, *(v.type for v in start), *(atom_type(eqn.inputs[i]) for i in gives_rows)]
@@ -315,7 +313,6 @@ def _scan_backward(
     rows: list[int],
     gives_rows: list[int],
     n: int,
-    m: int,
 ) -> str:
     """The body of the backward scan."""
     body = vjp.blocks[pair.forward]

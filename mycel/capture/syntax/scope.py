@@ -15,7 +15,6 @@ import ast
 from collections.abc import Iterable
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 def bound(nodes: ast.AST | Iterable[ast.AST]) -> set[str]:
