@@ -9,7 +9,7 @@ from mycel.ir.op import BUILDERS, OPS, Collective, Cost, Op, SplitRule, op
 from mycel.ir.program import PHASES, Atom, Block, Eqn, Params, Program, Ref, Var
 from mycel.ir.role import HELD, Role
 from mycel.ir.types import DEVICE, DTYPES, HOST, NAMES, Type, is_float, promote, type_of
-from mycel.ir.walk import Chain, chains, lifetimes, lookup, order, prune, rewrite, runs, substitute, walk
+from mycel.ir.walk import Chain, chains, leading_to, lifetimes, lookup, order, prune, rewrite, runs, substitute, walk
 
 __all__ = [
     "BUILDERS",
@@ -55,6 +55,7 @@ __all__ = [
     "host_held",
     "is_even",
     "is_float",
+    "leading_to",
     "lifetimes",
     "lookup",
     "loop",

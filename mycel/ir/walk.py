@@ -1,8 +1,9 @@
-"""The one walker over nested blocks, and what passes ask of a block: use-def chains, lifetimes."""
+"""The one walker over nested blocks, and what passes ask of a block: use-def chains, lifetimes, what leads to a
+value."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -110,6 +111,17 @@ def lifetimes(block: Block) -> dict[Var, tuple[int, int]]:
     """(first, last) equation index at which each value is alive; outputs live to the end."""
     end = len(block.eqns)
     return {v: (c.defined, end if c.is_output else c.last) for v, c in chains(block).items()}
+
+
+def leading_to(eqns: Sequence[Eqn], values: Iterable[Atom], there: Container[Var] = ()) -> list[int]:
+    """The equations (by index) that values are computed by, where some are there already."""
+    wanted = {v for v in values if isinstance(v, Var) and v not in there}
+    leads = []
+    for i in reversed(range(len(eqns))):
+        if not wanted.isdisjoint(eqns[i].outputs):
+            leads.append(i)
+            wanted.update(v for v in eqns[i].vars if v not in there)
+    return leads[::-1]
 
 
 def substitute(eqn: Eqn, values: dict[Var, Atom]) -> Eqn:

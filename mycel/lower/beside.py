@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from mycel.ir import CONTROL, Block, Builder, Eqn, Program, Var, rewrite
+from mycel.ir import CONTROL, Block, Builder, Eqn, Program, Var, leading_to, rewrite
 from mycel.lower.interleave import TOKEN, half
 from mycel.ops import o
 
@@ -103,15 +103,8 @@ def _free(block: Block, messages: Sequence[Eqn]) -> list[int]:
     for eqn in block.eqns:
         if not behind.isdisjoint(eqn.vars):
             behind.update(eqn.outputs)
-    before: set[Var] = {v for e in messages for v in e.vars}
-    for eqn in reversed(block.eqns):
-        if not before.isdisjoint(eqn.outputs):
-            before.update(eqn.vars)
-    return [
-        i
-        for i, e in enumerate(block.eqns)
-        if not _speaks(e) and behind.isdisjoint(e.outputs) and before.isdisjoint(e.outputs)
-    ]
+    before = {*leading_to(block.eqns, [v for e in messages for v in e.vars])}
+    return [i for i, e in enumerate(block.eqns) if not _speaks(e) and behind.isdisjoint(e.outputs) and i not in before]
 
 
 def _speaks(eqn: Eqn) -> bool:

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from mycel.ir import Block, Builder, Eqn, Layout, Params, Program, Role, Type, Var, check
+from mycel.ir import Block, Builder, Eqn, Layout, Params, Program, Role, Type, Var, check, leading_to
 from mycel.lower.compress import compress
 from mycel.lower.overlap import overlap
 from mycel.ops import o
@@ -256,19 +256,10 @@ def cut_where_it_waits(program: Program, most: int) -> list[Program]:
         depth |= dict.fromkeys(eqn.outputs, before + waits)
     parts: list[list[Eqn]] = []
     for messages in filter(None, begun):
-        parts.append(_needed(messages, [e for e in eqns if not any(e in part for part in parts)]))
+        later = [e for e in eqns if not any(e in part for part in parts)]
+        parts.append([later[i] for i in leading_to(later, [v for e in messages for v in e.outputs])])
     parts.append([e for e in eqns if not any(e in part for part in parts)])
     return [_part(program, parts, k) for k in range(len(parts))]
-
-
-def _needed(messages: Sequence[Eqn], eqns: Sequence[Eqn]) -> list[Eqn]:
-    """These, and those of the equations that what they send is made of."""
-    asked, needed = set[Var](), list[Eqn]()
-    for eqn in reversed(eqns):
-        if eqn in messages or asked.intersection(eqn.outputs):
-            needed.append(eqn)
-            asked.update(eqn.vars)
-    return needed[::-1]
 
 
 def _part(program: Program, parts: Sequence[Sequence[Eqn]], k: int) -> Program:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from mycel.ir import Atom, Block, Builder, Eqn, Params, Program, Ref, Var, chains, lookup, prune, substitute
+from mycel.ir import Atom, Block, Builder, Eqn, Params, Program, Ref, Var, chains, leading_to, lookup, prune, substitute
 from mycel.plan import Residuals, backward_inputs, backward_part, expressions, paired, twins
 
 
@@ -88,7 +88,7 @@ def _halves(
     `forwards`: those made so far."""
     f, b = blocks[forward], blocks[backward]
     kept = tuple(v for e in f.eqns for v in e.outputs if v.name in keep)
-    again = _again(f, of.values(), {*f.inputs, *kept})
+    again = [f.eqns[i] for i in leading_to(f.eqns, of.values(), {*f.inputs, *kept})]
     read = {u for e in again for u in e.vars} | set(of.values())
     kept = tuple(v for v in kept if v in read)
     reused = tuple(i for i, v in enumerate(f.inputs) if v in read)
@@ -148,7 +148,7 @@ def _loose(block: Block, names: set[str]) -> Block:
     early_values = {v for e in early for v in e.outputs}
     kept = {*block.inputs, *(v for v in early_values if v.name not in names)}
     wanted = [v for e in late for v in e.vars if v in early_values and v.name in names]
-    again = _again(Block(block.inputs, tuple(early), ()), wanted, kept)
+    again = [early[i] for i in leading_to(early, wanted, kept)]
     b = Builder()
     b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
     redo = _Again(b, again, {v: v for v in kept})
@@ -158,17 +158,6 @@ def _loose(block: Block, names: set[str]) -> Block:
             eqn = substitute(eqn, values)
         b.eqns.append(eqn)
     return Block(block.inputs, tuple(b.eqns), block.outputs)
-
-
-def _again(block: Block, wanted: Iterable[Var], there: set[Var]) -> list[Eqn]:
-    """The equations that make the wanted values from those that are there."""
-    need = {v for v in wanted if v not in there}
-    eqns = []
-    for eqn in reversed(block.eqns):
-        if any(v in need for v in eqn.outputs):
-            eqns.append(eqn)
-            need.update(u for u in eqn.vars if u not in there)
-    return eqns[::-1]
 
 
 def _free(blocks: dict[str, Block], name: str) -> str:

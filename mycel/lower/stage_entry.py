@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from mycel.ir import Atom, Block, Eqn, Role, Var
+from mycel.ir import Atom, Block, Eqn, Role, Var, leading_to
 from mycel.lower.stage_blocks import StageParts
 from mycel.ops.gradient_norm import OVER_STAGES
 from mycel.ops.optimisers import is_group_update
@@ -141,14 +141,10 @@ class PipelineEntry:
         """From one microbatch to the next: what every rank carries on by itself."""
         turned, block = self.parts.turned, self.parts.block
         outs = [block.outputs[self.body.carried.index(v)] for v in turned]
-        need, eqns = {x for x in outs if isinstance(x, Var)}, []
-        for eqn in reversed(block.eqns):
-            if any(v in need for v in eqn.outputs):
-                eqns.append(replace(eqn, phase="forward"))
-                need.update(eqn.vars)
+        eqns = [replace(block.eqns[i], phase="forward") for i in leading_to(block.eqns, outs)]
         defined = {v for e in eqns for v in e.outputs}
-        inputs = dict.fromkeys([*turned, *(v for e in reversed(eqns) for v in e.vars if v not in defined)])
-        return Block(tuple(inputs), tuple(reversed(eqns)), tuple(outs))
+        inputs = dict.fromkeys([*turned, *(v for e in eqns for v in e.vars if v not in defined)])
+        return Block(tuple(inputs), tuple(eqns), tuple(outs))
 
     @property
     def turn_takes(self) -> tuple[Var, ...]:

@@ -24,7 +24,7 @@ Nothing is gained where most of the parameters are used by what is whole (a batc
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -42,6 +42,7 @@ from mycel.ir import (
     call,
     custom,
     is_float,
+    leading_to,
     prune,
     scan,
     substitute,
@@ -300,7 +301,7 @@ def _entry(
     b.inputs = list(main.inputs)
     b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
     by_name = {v.name: v for v in main.inputs} | {v.name: w for v, w in first.items()}
-    early = _behind(main, first.values())
+    early = leading_to(main.eqns, first.values())
     with b:
         b.eqns.extend(main.eqns[i] for i in early)
         rows = [o.reshape(by_name[v.name], shape=(parts, *v.shape)) for v in pieces]
@@ -316,16 +317,6 @@ def _entry(
     outputs = tuple(whole_values.get(x, x) if isinstance(x, Var) else x for x in main.outputs)
     blocks[whole.entry] = Block(tuple(b.inputs), (*b.eqns, *eqns), outputs)
     return prune(replace(whole, blocks=blocks, consts=consts))
-
-
-def _behind(block: Block, values: Iterable[Var]) -> list[int]:
-    """The equations that values are computed by."""
-    needed, used = [], {*values}
-    for i, eqn in reversed([*enumerate(block.eqns)]):
-        if used & {*eqn.outputs}:
-            needed.append(i)
-            used |= {*eqn.vars}
-    return needed[::-1]
 
 
 def _one_behind_the_other(x: Var, shape: Sequence[int], value: _Value) -> Var:

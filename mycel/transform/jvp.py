@@ -27,6 +27,7 @@ from mycel.ir import (
     atom_type,
     custom,
     is_float,
+    leading_to,
     lookup,
     substitute,
 )
@@ -148,7 +149,8 @@ class _Woven:
         scratch = Block((*known, *gs.values()), tuple(rule.eqns), tuple(c for _, c in pulled))
         half = Half(self.jvp.vjp, scratch, [False] * len(known) + [True] * len(gs), beside=self.b)
         back = half.pull({i: self.tangents[x] for i, (x, _) in enumerate(pulled)})[len(known) :]
-        needed = _needed([*half.forward.eqns, *half.backward.eqns], back)
+        both = [*half.forward.eqns, *half.backward.eqns]
+        needed = [both[i] for i in leading_to(both, back)]
         used = {v for e in needed for v in e.vars}
         with self.b:  # the rule is linear: whatever still reads a cotangent may as well read zeros
             known_zeros: dict[Var, Atom] = {g: zeros(g.type) for g in gs.values() if g in used}
@@ -266,17 +268,6 @@ class _Woven:
 
 def _true(flags: Sequence[bool]) -> list[int]:
     return [i for i, f in enumerate(flags) if f]
-
-
-def _needed(eqns: list[Eqn], outs: Sequence[Any]) -> list[Eqn]:
-    """The equations that the outputs need."""
-    wanted = {v for v in outs if isinstance(v, Var)}
-    kept = []
-    for eqn in reversed(eqns):
-        if any(v in wanted for v in eqn.outputs):
-            kept.append(eqn)
-            wanted.update(eqn.vars)
-    return kept[::-1]
 
 
 def _reordered(

@@ -23,7 +23,23 @@ from typing import Any
 
 import torch
 
-from mycel.ir import OPS, Atom, Block, Builder, Eqn, Params, Program, Ref, Role, Type, Var, is_float, prune, scan
+from mycel.ir import (
+    OPS,
+    Atom,
+    Block,
+    Builder,
+    Eqn,
+    Params,
+    Program,
+    Ref,
+    Role,
+    Type,
+    Var,
+    is_float,
+    leading_to,
+    prune,
+    scan,
+)
 from mycel.ops import o
 from mycel.ops.loss import chosen
 from mycel.ops.stack import zeros
@@ -149,16 +165,13 @@ def _with_numbers_of(part: Block, whole: Block, results: int) -> Block:
     those of integers are places in a part, and stay."""
     if not _are_alike(part, whole):
         return part
-    way = {*part.outputs[:results]}
-    for eqn in reversed(part.eqns):
-        if any(v in way for v in eqn.outputs):
-            way.update(eqn.vars)
+    way = {*leading_to(part.eqns, part.outputs[:results])}
     pairs = [(e, zip(e.inputs, w.inputs, strict=True)) for e, w in zip(part.eqns, whole.eqns, strict=True)]
     eqns = [
         replace(e, inputs=tuple(x if isinstance(x, Var) or isinstance(y, Var) else y for x, y in both))
-        if way.intersection(e.outputs) and is_float(e.outputs[0].dtype)
+        if i in way and is_float(e.outputs[0].dtype)
         else e
-        for e, both in pairs
+        for i, (e, both) in enumerate(pairs)
     ]
     return Block(part.inputs, tuple(eqns), part.outputs)
 
