@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shlex
 import shutil
 import signal
 import socket
@@ -282,13 +281,14 @@ class LocalRanks:
         """The last checkpoint of a run, and the line that goes on from it; under a head of their own, where nothing is
         said before."""
         from mycel.run.checkpoint import latest
+        from mycel.run.folder import resume_command
 
         last = latest(self.run / "checkpoints") if self.run is not None else None
-        if last is None:
+        if self.run is None or last is None:
             return []
-        count = f" --nproc {len(self.all)}" if self.nnodes == 1 else ""
+        ranks = len(self.all) if self.nnodes == 1 else None
         first = f"{head}; {last.name} is safe\n  at        {last.parent}" if head else f"  safe      {last}"
-        return [first, f"  try       mycel train --resume {shlex.quote(str(self.run))}{count}"]
+        return [first, f"  try       {resume_command(self.run, ranks)}"]
 
     def _pass_on(self, number: int) -> None:
         self.asked.append(number)

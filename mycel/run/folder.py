@@ -15,6 +15,7 @@ import errno
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import socket
 import tempfile
@@ -32,6 +33,12 @@ OWN = (  # of a run, besides its metrics
     "schedule.html", "experts.jsonl", "experts.png",
     "exported", "exported-safetensors", "exported-onnx", "exported-program",  # by `mycel export`
 )  # fmt: skip
+
+
+def resume_command(run: Path, ranks: int | None = None) -> str:
+    """The line that goes on with a run, on so many processes of this host."""
+    count = [] if ranks is None else ["--nproc", str(ranks)]
+    return shlex.join(["mycel", "train", "--resume", str(run), *count])
 
 
 class Lock:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -31,6 +30,7 @@ from mycel.ir import Mesh
 from mycel.plan import STAGE_AXIS, Plan, probe_text
 from mycel.plan.plan_file import plan_data, ready_plans
 from mycel.run.checkpoint import ALONE, MeshProcess
+from mycel.run.folder import resume_command
 from mycel.run.processes import Processes, code_version, world
 from mycel.run.rendezvous import seat
 from mycel.run.shares import Shares
@@ -73,7 +73,7 @@ class Team:
     def again(self, run: Path) -> str:
         """The line that goes on with a run, on as many ranks where all are on this host."""
         here = self.processes is not None and os.environ.get("LOCAL_WORLD_SIZE") == str(self.mesh.world)
-        return f"mycel train --resume {shlex.quote(str(run))}{f' --nproc {self.mesh.world}' * here}"
+        return resume_command(run, self.mesh.world if here else None)
 
     def asked(self, signal: Callable[[], Signals | None]) -> Callable[[], Signals | None]:
         """Ask all ranks whether they were asked to stop; the answer, the same on all, is waited for by a call of the

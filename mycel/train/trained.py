@@ -19,6 +19,7 @@ from torch import nn
 from mycel.errors import TrainError
 from mycel.run.checkpoint import best, latest, load_latest
 from mycel.run.checkpoint import load as load_checkpoint
+from mycel.run.folder import resume_command
 from mycel.run.kept import steps
 from mycel.run.shards import read_manifest
 from mycel.step.step_state import model_tensors
@@ -89,7 +90,7 @@ def checkpoint_of(run: Path, last: bool) -> tuple[Path, str]:
     if newest is None:
         load_latest(folder) if any(folder.glob("step-*")) else None  # says what is wrong with each
         model = run / "model"
-        hint = f"{model}, which the run has exported" if model.is_dir() else f"mycel train --resume {run}"
+        hint = f"{model}, which the run has exported" if model.is_dir() else resume_command(run)
         raise TrainError(f"the run has no checkpoint\n  at        {folder}\n  try       {hint}")
     lowest = None if last else best(folder)
     if lowest is None:
