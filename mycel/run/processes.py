@@ -17,8 +17,8 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -35,6 +35,7 @@ from mycel.run.crossed_waits import Turn
 from mycel.run.groups import Gloo, Nccl, RankGroup, Works
 from mycel.run.host_space import available
 from mycel.run.rendezvous import LATER_S, Rendezvous, Seat, code_version, is_loopback, seat
+from mycel.run.shared_calls import SharedCalls
 from mycel.run.watch import PendingCollective, Watch
 
 __all__ = ["Pending", "Processes", "code_version", "world"]
@@ -83,8 +84,7 @@ class Processes:
     ) -> None:
         self.mesh, self.rank, self.device, self.at = mesh, rank, device or torch.device("cpu"), ""
         self.groups: dict[tuple[Axes, str], RankGroup] = {}
-        self.call = ""  # of the world: what the user has called, whose messages come next
-        self.came_to: dict[tuple[int, ...], str] = {}  # of the world: what ranks have last begun together
+        self.calls: SharedCalls = world.calls if world is not None else SharedCalls(meeting)
         self.channels: dict[Pair, Channel] = {}  # of the world, where pairs have one each
         self.meeting, self.world, self.numbers = meeting, world or self, tuple(numbers) or tuple(range(mesh.world))
         self.owner, self.host_bytes = os.getpid(), available()
@@ -152,8 +152,7 @@ class Processes:
         if not axes:
             return Pending([torch.zeros_like(x) for x in xs] if name == "permute" and how["to"][0] else list(xs), [])
         watch, ranks, over = self._watch(), self._members(axes), ".".join(axes)
-        if self.world.call:
-            self._come_to(self.world.call, ranks, at or self.at)
+        self.calls.begin(watch, ranks, at or self.at)
         turn = watch.begin(f"over {over} of {ranks[0]}-{ranks[-1]}", ranks)
         place = watch.enter(f"{name} over {over}", at or self.at, ranks, [turn], name)
         flights = []
@@ -166,33 +165,9 @@ class Processes:
                 raise watch.explain(place, e) from e
         return Pending(list(xs), flights, place)
 
-    @contextmanager
-    def calling(self, what: str, often: bool = False) -> Iterator[None]:
-        """What the user calls, as others are told; the outermost counts.  What is called `often` is begun together only
-        where something else was called before."""
-        world, before = self.world, self.world.call
-        if not before and not often:
-            world.came_to.clear()
-        world.call = before or what
-        try:
-            yield
-        finally:
-            world.call = before
-
-    def _come_to(self, call: str, ranks: Sequence[int], at: str) -> None:
-        """Where these ranks were in another call, they begin this one together, before its first message: a rank that
-        calls it alone would send what fits nothing that others wait for."""
-        group = tuple(ranks)
-        if self.world.came_to.get(group) == call:
-            return
-        assert self.meeting is not None
-        watch = self._watch()
-        turn = watch.begin(f"calls of {group[0]}-{group[-1]}", group)
-        place = watch.enter(call, at, group, [turn], call)
-        place.hold()
-        self.meeting.meet(f"calls/{group}/{turn.nth}/{call}", len(group), call, group)
-        watch.leave(place)
-        self.world.came_to[group] = call
+    def calling(self, what: str, often: bool = False) -> AbstractContextManager[None]:
+        """What the user calls, which all ranks begin together."""
+        return self.calls.calling(what, often)
 
     def wait(self, pending: Pending, places: Sequence[Tensor | None] = ()) -> list[Tensor]:
         """What the collective brought; a second call brings the same.  `places`: where results of a gather are wanted,
