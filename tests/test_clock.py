@@ -18,7 +18,8 @@ from mycel import lower, plan, transform
 from mycel.errors import PlanError
 from mycel.ir import DEVICE, GRAIN, OPS, Mesh, Program, Type, Var, check
 from mycel.ops import o
-from mycel.ops.overwriting import is_view, overwritten
+from mycel.ops.memory_sharing import is_view
+from mycel.ops.overwriting import overwritten
 from mycel.plan import CPU, Clock, Costs, Plan, clock
 from mycel.plan.clock import COMPUTE
 from mycel.plan.cost import TURNS

@@ -11,7 +11,7 @@ from test_search import of, tokens
 
 from mycel.errors import PlanError
 from mycel.ir import Mesh, Program, walk
-from mycel.ops.memory_sharing import gathered_into, given_away
+from mycel.ops.written_inputs import gathered_into, given_away
 from mycel.parts import ShardedModel
 from mycel.plan import Plan
 from mycel.run.emit import emit

@@ -5,17 +5,15 @@ reusable         those whose operand owns its memory, and nobody reads it afterw
 summing          those of a scan's body that add to its carry in place
 summed           the carry that a scan sums so, from its start to its result in one memory
 starts           what a scan or loop carries into its first turn, and reads nowhere else
-families         for each value of a block those that may lie in the same memory
-is_view          is a result what its operand has in memory, or a part of that
-owned_results    of each block, the outputs that lie in memory of their own
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from mycel.ir import CONTROL, Block, Eqn, Program, Var, call, chains, lifetimes, loop, order, scan, walk
+from mycel.ops.memory_sharing import may_share, owned_results
 from mycel.ops.rules import o
 
 Overwritten = Mapping[str, Mapping[int, int]]
@@ -49,52 +47,6 @@ def starts(eqn: Eqn) -> list[Var]:
     return [x for x in dict.fromkeys(eqn.inputs[n:m]) if isinstance(x, Var) and x not in rest]
 
 
-def may_share(eqn: Eqn) -> bool:
-    """May its result lie in the memory of its operand?  A view does; and what a rank has already is not copied for it:
-    its own part, the first rank's value, a sum over one rank.  Messages that are begun and finished apart are real
-    ones, and bring new memory."""
-    return eqn.op.write is not None or (eqn.op.by_rank and len(set(eqn.vars)) == 1)
-
-
-def is_view(eqn: Eqn) -> bool:
-    """Does its result show its first operand, whoever runs it?  Of a rank's own part also what is not shown is kept;
-    where the dim has no equal parts, it is padded first, and so copied."""
-    return eqn.op.write is not None or (
-        eqn.op is o.own_part
-        and isinstance(x := eqn.inputs[0], Var)
-        and x.shape[eqn.params["dim"]] % eqn.params["count"] == 0
-    )
-
-
-def families(program: Program) -> dict[str, dict[Var, list[Var]]]:
-    """For each block: for each value those that lie in the same memory, or may, as an equation or a called block made
-    them of it; itself among them."""
-    by_block: dict[str, dict[Var, list[Var]]] = {}
-    for name in order(program):
-        block = program.blocks[name]
-        sharing = by_block[name] = {v: [v] for v in block.inputs}
-        for eqn in block.eqns:
-            sharing.update((v, [v]) for v in eqn.outputs)
-            together: Iterable[list[Var]] = [[*eqn.vars, *eqn.outputs]] if may_share(eqn) else ()
-            if eqn.op is call:
-                together = _together(eqn, program.blocks[eqn.params["block"]], by_block[eqn.params["block"]])
-            for members in together:
-                family = list(dict.fromkeys(w for v in members for w in sharing[v]))
-                sharing.update(dict.fromkeys(family, family))
-    return by_block
-
-
-def _together(eqn: Eqn, called: Block, sharing: Mapping[Var, list[Var]]) -> Iterable[list[Var]]:
-    """Operands and results of a call that may lie in the same memory: a block may return one value twice, a view of
-    another result, or what it was given."""
-    members: dict[int, list[Var]] = {}
-    pairs = zip((*called.inputs, *called.outputs), (*eqn.inputs, *eqn.outputs), strict=True)
-    for inner, outer in pairs:
-        if isinstance(inner, Var) and isinstance(outer, Var):
-            members.setdefault(id(sharing[inner]), []).append(outer)
-    return members.values()
-
-
 def summing(outer: Block, eqn: Eqn, body: Block) -> dict[int, int]:
     """Equations of a scan's body (by index) whose result may be written over an operand: a carry that they alone read
     and replace, and that started in memory nobody else knows."""
@@ -123,25 +75,6 @@ def summing(outer: Block, eqn: Eqn, body: Block) -> dict[int, int]:
                 overwritten[i] = k
                 break
     return overwritten
-
-
-def owned_results(program: Program) -> dict[str, set[int]]:
-    """Of each block its outputs (by position) whose memory nobody else knows who has not been given them."""
-    owned: dict[str, set[int]] = {}
-    by_block = families(program)
-    for name in order(program):
-        block = program.blocks[name]
-        family, fresh = by_block[name], set[Var]()
-        for eqn in block.eqns:
-            if eqn.op is call:
-                fresh.update(eqn.outputs[i] for i in owned[eqn.params["block"]])
-            elif eqn.op not in CONTROL and (eqn.op.fresh or eqn.op.into):
-                fresh.update(eqn.outputs)
-        # what is given to control flow or a stack may be kept or returned by it
-        known = {v for e in block.eqns if e.op in CONTROL or e.op.stacks for v in e.vars}
-        alone = {v for v in fresh - known if len(family[v]) == 1}
-        owned[name] = {i for i, x in enumerate(block.outputs) if x in alone and block.outputs.count(x) == 1}
-    return owned
 
 
 def reusable(block: Block, owned: Mapping[str, set[int]]) -> dict[int, int]:

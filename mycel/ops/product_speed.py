@@ -2,8 +2,8 @@
 
 torch has products of 16 bits on every CPU, but where the processor has no instructions for them they take up to 100
 times as long as those of 32.  What was measured lies beside the kernels in C (`native_library.py`), under a name of
-the processor and of torch: all ranks and all later runs do the same, to the bit.  `is_slow_product` says of which
-equations, to who writes them in 32 bits (`transform/wide_products.py`) and to the clock.
+the processor and of torch: all ranks and all later runs do the same, to the bit.  Of which equations that holds says
+`narrow_products.py`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from mycel.ir import CONTROL, Eqn, Type, Var
 from mycel.ops.native_library import library_folder, processor
-from mycel.ops.rules import o
 
-HALVES = (torch.bfloat16, torch.float16)
 ROWS = (1, 16, 64, 256)  # AVX-512 without bf16: hardly slower at 16 rows, six times at 256
 SIZE = 256  # of the weight's dims
 MARGIN = 2.0  # how many times as long it must take: chance does not decide
@@ -40,29 +37,6 @@ def slow_products(device: torch.device, dtypes: Collection[torch.dtype]) -> dict
         return {}
     rows = {dtype: _slow_from(dtype) for dtype in dtypes}
     return {dtype: least for dtype, least in rows.items() if least}
-
-
-def is_product(eqn: Eqn) -> bool:
-    """Is it a product, or made of them?"""
-    is_one = eqn.op.product or eqn.op.precision == "low"
-    return is_one and eqn.op not in CONTROL and eqn.op is not o.linear_few_rows
-
-
-def halves_of(eqn: Eqn) -> set[torch.dtype]:
-    """The dtypes of its operands that have 16 bits."""
-    return {x.dtype for x in eqn.inputs if isinstance(x, Var) and x.dtype in HALVES}
-
-
-def is_slow_product(eqn: Eqn, slow: Mapping[torch.dtype, int]) -> bool:
-    """Is it computed in 32 bits, where products are `slow` that use an operand's element so often or more?"""
-    dtypes = halves_of(eqn) if is_product(eqn) else set[torch.dtype]()
-    return bool(dtypes) and dtypes <= slow.keys() and _uses(eqn) >= max(slow[dtype] for dtype in dtypes)
-
-
-def _uses(eqn: Eqn) -> float:
-    """How often the product uses an element of its largest operand: of a weight, the number of rows."""
-    types = [t for t in eqn.input_types if isinstance(t, Type)]
-    return eqn.op.cost(eqn.input_types, eqn.params).flops / max(2 * max(t.numel for t in types), 1)
 
 
 @functools.cache

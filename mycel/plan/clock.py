@@ -55,8 +55,8 @@ from mycel.ir import (
     walk,
 )
 from mycel.ops import o
-from mycel.ops.memory_sharing import NOTHING, WrittenInputs
 from mycel.ops.overwriting import Overwritten, overwritten
+from mycel.ops.written_inputs import NOTHING, WrittenInputs
 from mycel.plan.cost import TURNS, Costs
 from mycel.plan.hardware import Hardware
 from mycel.plan.kernels import moments

@@ -39,7 +39,8 @@ import yaml
 
 from mycel.errors import PlanError
 from mycel.ir import Mesh
-from mycel.ops.product_speed import HALVES, slow_products
+from mycel.ops.narrow_products import HALVES
+from mycel.ops.product_speed import slow_products
 from mycel.plan.links import CPU_LINK, GPU_LINK, Link, Links, fitted
 
 INSIDE = "host"  # the level of ranks that share one

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from mycel.ir import Eqn, Type, Var
 from mycel.ops import o
 from mycel.ops.collective import together
-from mycel.ops.product_speed import HALVES
+from mycel.ops.narrow_products import HALVES
 
 
 class MessageMemory(NamedTuple):

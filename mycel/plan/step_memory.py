@@ -17,9 +17,10 @@ import torch
 
 from mycel.ir import DEVICE, Atom, Block, Eqn, Program, Type, Var, call, loop, rounded, scan
 from mycel.ops import o
-from mycel.ops.memory_sharing import NOTHING, WrittenInputs
-from mycel.ops.overwriting import Overwritten, is_view, starts, summed
-from mycel.ops.product_speed import is_slow_product
+from mycel.ops.memory_sharing import is_view
+from mycel.ops.narrow_products import is_slow_product
+from mycel.ops.overwriting import Overwritten, starts, summed
+from mycel.ops.written_inputs import NOTHING, WrittenInputs
 from mycel.plan.allocations import allocated
 from mycel.plan.cost import TURNS
 from mycel.plan.message_memory import MessageMemory, message_memory

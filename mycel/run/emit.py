@@ -45,14 +45,10 @@ from mycel.ir import (
     walk,
 )
 from mycel.ops import o
-from mycel.ops.memory_sharing import (
-    gathered_into,
-    given_away,
-    replaced_if,
-    shared_outputs,
-)
+from mycel.ops.memory_sharing import shared_outputs
 from mycel.ops.overwriting import Overwritten, overwritten, starts
 from mycel.ops.python_calls import CALLS, PythonCall
+from mycel.ops.written_inputs import gathered_into, given_away, replaced_if
 from mycel.run.compiled_blocks import CompiledProgram
 from mycel.run.kernels import class_source, literal, sources_of, write, write_inplace, write_into
 from mycel.run.native_blocks import native_functions

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mycel.ops.product_speed import HALVES, slow_products
+from mycel.ops.narrow_products import HALVES
+from mycel.ops.product_speed import slow_products
 
 _aten = torch.ops.aten
 PRODUCTS = frozenset({

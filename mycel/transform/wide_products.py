@@ -19,7 +19,7 @@ import torch
 
 from mycel.ir import Block, Builder, Eqn, Program, Var, rewrite, walk
 from mycel.ops import o
-from mycel.ops.product_speed import HALVES, halves_of, is_product, is_slow_product
+from mycel.ops.narrow_products import HALVES, halves_of, is_product, is_slow_product
 
 
 def halves(program: Program) -> frozenset[torch.dtype]:
