@@ -22,7 +22,7 @@ TABLES = {
     "plan/preferences.py": "the search for layouts",
     "plan/manual_regions.py": "the search for layouts",
     "capture/bounds.py": "what it knows of sizes, by operator",
-    "capture/syntax/runtime.py": "a list of what is cheap enough to compute on both ways",
+    "capture/syntax/decisions.py": "a list of what is cheap enough to compute on both ways",
 }
 
 
