@@ -26,8 +26,9 @@ from distributing import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_programs import programs
 from torch import nn
-from zoo import ZOO, inputs, programs
+from zoo import ZOO, inputs
 
 import mycel
 from mycel import lower, transform

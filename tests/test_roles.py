@@ -13,8 +13,8 @@ from checkpoints import together
 from distributing import OneDevice, compared, ready_to_run, spread
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_programs import programs
 from torch import nn
-from zoo import programs
 
 import mycel
 from mycel import Plan, Program, lower, transform

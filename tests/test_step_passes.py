@@ -11,7 +11,8 @@ import torch
 from golden import golden
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zoo import inputs, programs
+from random_programs import programs
+from zoo import inputs
 
 from mycel import Program, transform
 from mycel.ir import Role, check, is_float

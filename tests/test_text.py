@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from zoo import CONSTS, TEXTS, ZOO, programs, read
+from random_programs import programs
+from zoo import CONSTS, TEXTS, ZOO, read
 
 from mycel.errors import IRError, TextError
 from mycel.ir import OPS, Block, Builder, Eqn, Params, Program, Type, Var, op, prune
