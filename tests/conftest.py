@@ -26,11 +26,11 @@ hypothesis.settings.load_profile("tests")
 SLOW = {
     "across", "alike", "architectures", "brute", "checkpoint_faults", "checkpoint_mesh", "checkpoint_ranks",
     "commands", "compress", "context", "control_flow_random", "cutting", "data_cache", "distribute", "docs",
-    "examples", "experts", "feed", "layouts", "manual", "offload", "offload_ranks", "op_database", "optimisers",
-    "pipeline", "places", "plan", "plan_command", "probe", "processes", "search", "search_devices", "search_given",
-    "search_limits", "search_places", "shallow", "stage_offload", "stages", "step_memory", "step_models", "step_state",
-    "sync", "tasks", "torch_update", "train", "train_export", "train_faults", "train_lora", "train_messages",
-    "train_ranks", "train_resume", "weights", "whole_plans", "widths",
+    "encoded_messages", "examples", "experts", "feed", "layouts", "manual", "offload", "offload_ranks", "one_bit",
+    "op_database", "optimisers", "pipeline", "places", "plan", "plan_command", "probe", "processes", "search",
+    "search_devices", "search_given", "search_limits", "search_places", "shallow", "stage_offload", "stages",
+    "step_memory", "step_models", "step_state", "sync", "tasks", "torch_update", "train", "train_export",
+    "train_faults", "train_lora", "train_messages", "train_ranks", "train_resume", "weights", "whole_plans", "widths",
 }  # fmt: skip
 
 
