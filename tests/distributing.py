@@ -4,6 +4,7 @@ equals_serial     a program with inputs in given layouts: all outputs equal, wit
 step_equals       a training step under a plan: results, new parameters, buffers and optimiser state equal those of one
                   device, from a random state
 random_plan       a mesh, layouts of parameters, batch and ZeRO by chance
+ControlFlow       a model whose way depends on its values
 """
 
 from __future__ import annotations
@@ -27,6 +28,27 @@ from mycel.run import interpret, simulate
 from mycel.run.simulate import put_together, spread_out
 
 SIZES = [2, 3, 4, 6, 8]
+
+
+class ControlFlow(nn.Module):
+    """A branch, a loop and a scan of the user's."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.w, self.v = nn.Linear(width, width), nn.Linear(width, width)
+        self.rows = nn.Parameter(torch.randn(20, width))
+
+    def forward(self, x, y):
+        h = self.w(x)
+        if h.sum() > 0:
+            h = self.v(h)
+        else:
+            h = torch.tanh(h)
+        while h.abs().max() > 0.5:
+            h = 0.4 * torch.tanh(self.w(h))
+        for row in self.rows:
+            h = torch.tanh(self.v(h) + row)
+        return ((h - y) ** 2).mean()
 
 
 def spread(

@@ -15,6 +15,7 @@ import torch
 import transformers as hf
 from distributing import (
     SIZES,
+    ControlFlow,
     OneDevice,
     compared,
     equals_serial,
@@ -98,26 +99,6 @@ class Convolutions(nn.Module):
         return nn.functional.cross_entropy(self.head(h.mean((2, 3))), target)
 
 
-class Branches(nn.Module):
-    """A branch, a loop and a scan of the user's."""
-
-    def __init__(self):
-        super().__init__()
-        self.w, self.v = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x, target):
-        h = self.w(x)
-        if h.sum() > 0:
-            h = self.v(h)
-        else:
-            h = torch.tanh(h)
-        n = torch.tensor(0)
-        while n < 2:
-            h = torch.tanh(self.w(h))
-            n = n + 1
-        return ((h - target) ** 2).mean()
-
-
 def rows(*shape):
     return lambda: {"x": torch.randn(*shape, dtype=torch.float64), "target": torch.randint(0, 5, shape[:1])}
 
@@ -144,8 +125,8 @@ MODELS = {
     "mlp": (Mlp, rows(5, 6)),
     "convolutions": (Convolutions, rows(4, 3, 6, 6)),
     "branches": (
-        Branches,
-        lambda: {"x": torch.randn(5, 6, dtype=torch.float64), "target": torch.randn(5, 6, dtype=torch.float64)},
+        lambda: ControlFlow(6),
+        lambda: {name: torch.randn(5, 6, dtype=torch.float64) for name in ("x", "y")},
     ),
     "llama": (small(models.llama), text),
     "qwen3": (small(models.qwen3), text),

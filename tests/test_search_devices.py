@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from distributing import OneDevice, step_equals
+from distributing import ControlFlow, OneDevice, step_equals
 from test_search import SMALL
 from test_search import of as searched
 from test_search_given import Two, batch
-from torch import nn
 
 from mycel.ir import Mesh, walk
 from mycel.plan import Plan
@@ -27,27 +26,6 @@ CLUSTERS = {
 }  # fmt: skip
 
 
-class Control(nn.Module):
-    """A branch, a loop and a scan of the user's."""
-
-    def __init__(self, width: int = 12) -> None:
-        super().__init__()
-        self.w, self.v = nn.Linear(width, width), nn.Linear(width, width)
-        self.rows = nn.Parameter(torch.randn(20, width))
-
-    def forward(self, x, y):
-        h = self.w(x)
-        if h.sum() > 0:
-            h = self.v(h)
-        else:
-            h = torch.tanh(h)
-        while h.abs().max() > 0.5:
-            h = 0.4 * torch.tanh(self.w(h))
-        for row in self.rows:
-            h = torch.tanh(self.v(h) + row)
-        return ((h - y) ** 2).mean()
-
-
 def ready(world: int):
     """Ready plans and their products on so many devices."""
     for tp in (n for n in (1, 2, 3, 6) if world % n == 0):
@@ -57,7 +35,7 @@ def ready(world: int):
             yield Plan.read("+".join(filter(None, (data, "tp" if tp > 1 else ""))), mesh)
 
 
-@pytest.mark.parametrize("cluster, make", [("6", Control), ("24", Two), ("36", Two), ("two kinds", Control)])
+@pytest.mark.parametrize("cluster, make", [("6", ControlFlow), ("24", Two), ("36", Two), ("two kinds", ControlFlow)])
 def test_what_is_found_fits_and_no_ready_plan_is_priced_lower(cluster, make):
     """And on six simulated devices it computes what one does."""
     rows, width = 72, 64 if make is Two else 12
@@ -71,7 +49,7 @@ def test_what_is_found_fits_and_no_ready_plan_is_priced_lower(cluster, make):
     for written in ready(world):
         other = plan_search.priced(written)
         assert not other.fits or best.seconds <= other.seconds * (1 + 1e-9), written
-    if make is Control:
+    if make is ControlFlow:
         assert {e.op.name for _, e in walk(plan_search.program)} >= {"cond", "loop", "scan"}
     if cluster == "two kinds":  # every rank waits for the slower half
         assert world == 6 and plan_search.cluster.hardware.half == SLOWER["half"]
