@@ -18,7 +18,7 @@ from torch import nn
 
 import mycel
 from mycel.capture import versions
-from mycel.capture.state import global_names
+from mycel.capture.code_names import global_names
 
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 POWER = 1.0

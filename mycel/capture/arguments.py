@@ -14,9 +14,10 @@ import torch
 
 from mycel.capture.caches import is_cache
 from mycel.capture.fence import refuse
+from mycel.capture.locations import Location
 from mycel.capture.names import clean
 from mycel.capture.record import Traced
-from mycel.capture.state import Location, Reachable
+from mycel.capture.state import Reachable
 from mycel.capture.trace import Tracer
 from mycel.capture.tree import Tree, attributes, holds_tensors
 from mycel.ir import Role, Var

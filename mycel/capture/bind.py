@@ -41,8 +41,10 @@ import torch
 
 from mycel.capture.counters import NumberSlots
 from mycel.capture.function import Captured
+from mycel.capture.locations import Guarded, Location, holds, is_there
+from mycel.capture.slot_holders import owner
 from mycel.capture.sparse import form_of, parts_of
-from mycel.capture.state import Guarded, Location, holds, is_static, is_there, owner, shadowed_by
+from mycel.capture.state import is_static, shadowed_by
 from mycel.capture.tree import Tree, as_leaf, attributes, has_slots, maker
 from mycel.capture.versions import DICTS_TELL, TENSORS_TELL, TensorTypes, dict_of, dict_versions, dict_word, is_plain
 from mycel.ops.effects import texts_of

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mycel.capture.function import Captured
-from mycel.capture.state import Guarded, holds
+from mycel.capture.locations import Guarded, holds
 from mycel.capture.tree import flatten_arguments
 from mycel.ir import type_of
 

@@ -20,19 +20,10 @@ import torch
 
 from mycel.capture.alias import Cell
 from mycel.capture.fence import is_library, refuse
+from mycel.capture.locations import Container, Location
 from mycel.capture.record import Traced
-from mycel.capture.state import (
-    FUNCTIONS,
-    HOOKS,
-    Attributes,
-    ClassAttributes,
-    Container,
-    Location,
-    Reachable,
-    contents,
-    is_static,
-    owner,
-)
+from mycel.capture.slot_holders import Attributes, ClassAttributes, contents, owner
+from mycel.capture.state import FUNCTIONS, HOOKS, Reachable, is_static
 from mycel.capture.trace import Tracer
 from mycel.ir import Var
 from mycel.ops import o

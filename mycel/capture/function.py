@@ -36,19 +36,14 @@ from mycel.capture.fence import opened, refuse, refuse_read
 from mycel.capture.hooks import hook_parameters
 from mycel.capture.island import ROOT, boundary, next_island, refusal
 from mycel.capture.kept_lists import KeptLists, refuse_additions
+from mycel.capture.locations import Guarded, Location, is_there
 from mycel.capture.masked_experts import warn_of_masks
 from mycel.capture.rebound import cleared_grads, copied, effects_of, rebound_slots, restore, toggles, undo, updates_of
 from mycel.capture.record import Traced
 from mycel.capture.repeats import assemble
 from mycel.capture.rows import warn_of_experts
-from mycel.capture.state import (
-    GONE,
-    Guarded,
-    Location,
-    Reachable,
-    is_there,
-    owner,
-)
+from mycel.capture.slot_holders import GONE, owner
+from mycel.capture.state import Reachable
 from mycel.capture.structures import Structures
 from mycel.capture.syntax import drawn_state, enter, refuse_draws
 from mycel.capture.syntax.printing import with_texts

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 
 from mycel.capture.fence import here, is_library, raised_at, refuse
+from mycel.capture.locations import Container
 from mycel.capture.record import Traced
-from mycel.capture.state import Container
 from mycel.capture.trace import TRACING, Tracer
 from mycel.capture.trial import NoIslandError, Trial, call_name
 from mycel.errors import CaptureError

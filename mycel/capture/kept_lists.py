@@ -14,9 +14,11 @@ from typing import Any, NoReturn
 import torch
 
 from mycel.capture.fence import refuse
+from mycel.capture.locations import Container, Location, is_there, tuple_item
 from mycel.capture.rebound import copied
 from mycel.capture.record import Traced
-from mycel.capture.state import Container, Location, Reachable, is_there, owner, tuple_item
+from mycel.capture.slot_holders import owner
+from mycel.capture.state import Reachable
 from mycel.capture.trace import Tracer
 from mycel.capture.tree import Tree, flatten
 from mycel.errors import CaptureError

@@ -12,20 +12,10 @@ from mycel.capture.alias import Cell
 from mycel.capture.autograd import without_grads
 from mycel.capture.counters import CountedSlot, Slot, changed_values, place_of, slot_of
 from mycel.capture.fence import refuse
+from mycel.capture.locations import Container, Location, is_there
 from mycel.capture.record import Traced
-from mycel.capture.state import (
-    GONE,
-    Attributes,
-    Container,
-    Location,
-    Reachable,
-    TakenOut,
-    contents,
-    is_static,
-    is_there,
-    owner,
-    put_back,
-)
+from mycel.capture.slot_holders import GONE, Attributes, TakenOut, contents, owner, put_back
+from mycel.capture.state import Reachable, is_static
 from mycel.capture.structures import Structures
 from mycel.capture.trace import Tracer
 from mycel.capture.tree import Tree, flatten, holds_tensors

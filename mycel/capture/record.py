@@ -22,8 +22,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from mycel.capture.alias import Cell
 from mycel.capture.facts import CONSTANT, GIVEN, UNKNOWN, Fact, dependence, evaluate, needed
 from mycel.capture.fence import here, refuse, refuse_read
+from mycel.capture.locations import Location
 from mycel.capture.rows import ChosenRows, refuse_rows, together, write_rows
-from mycel.capture.state import Location, Reachable
+from mycel.capture.state import Reachable
 from mycel.capture.traced_text import TextOf, TracedText
 from mycel.errors import CaptureError
 from mycel.ir import CONTROL, OPS, Atom, Block, Builder, Eqn, Op, Type, Var, type_of

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from mycel.capture.code_names import global_names
 from mycel.capture.fence import is_library
-from mycel.capture.state import global_names
 
 DEEPEST = 8
 _ATOMS = (

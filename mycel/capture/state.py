@@ -1,9 +1,9 @@
 """What the user's code reaches without being handed it: where it lives, so that every call reads it anew or notices
 that it changed.
 
-A `Place` is a container (a module's parameter dict, a globals dict, a closure cell …) and a key.  `Places` walks what a
-function can reach: the modules among its arguments, closure, globals and attributes, and the functions and classes it
-names.
+A `Location` is a container (a module's parameter dict, a globals dict, a closure cell …) and a key.  `Reachable` walks
+what a function can reach: the modules among its arguments, closure, globals and attributes, and the functions and
+classes it names.
 
     tensors    read anew at every call; tied parameters have several places and are one tensor
     modules    guarded: train mode, submodules, hooks
@@ -17,113 +17,37 @@ names.
 from __future__ import annotations
 
 import copy
-import dis
 import enum
 import functools
-import gc
 import logging
 import sys
 import types
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from mycel.capture.code_names import all_names, attribute_names, global_names
 from mycel.capture.fence import is_library
+from mycel.capture.locations import Container, Guarded, Location, holds, tuple_item, with_items
+from mycel.capture.slot_holders import (
+    CELL,
+    Attributes,
+    ByItems,
+    ClassAttributes,
+    GlobalName,
+    as_mapped,
+    contents,
+    owner,
+    slots_of,
+)
 from mycel.capture.unfollowed import is_plain_iterator, is_unfollowed, rewindable
 
-CELL = "cell_contents"
 DEEPEST = 6  # containers in containers
 LONGEST = 4096  # entries of a container that are looked at
 DEEPEST_VISIT = 60  # functions and objects that lead to one another, on the stack at once
 MANY = 64  # entries of a container whose plain values are looked at
-
-
-@dataclass(frozen=True, eq=False)
-class Location:
-    """Where something is found at every call; `kind` is parameter | buffer | attribute | variable | argument | held."""
-
-    name: str
-    kind: str
-    container: Any
-    key: Any
-    inside: Guarded | None = None
-
-    def read(self) -> Any:
-        return self.container.cell_contents if isinstance(self.container, types.CellType) else self.container[self.key]
-
-    def write(self, value: Any) -> None:
-        if isinstance(self.container, types.CellType):
-            self.container.cell_contents = value
-        else:
-            self.container[self.key] = value
-
-    @property
-    def mutable(self) -> bool:
-        """May the program update it?  State of modules and arguments: yes; captured variables: no."""
-        return self.kind in ("parameter", "buffer", "attribute", "argument")
-
-
-@dataclass(frozen=True, eq=False)
-class TupleItem(Location):
-    """An item of a tuple: writing it puts another tuple in the place of that one."""
-
-    @property
-    def outer(self) -> Location:
-        assert self.inside is not None
-        return self.inside.place
-
-    def read(self) -> Any:
-        return self.outer.read()[self.key]
-
-    def write(self, value: Any) -> None:
-        items = [*self.outer.read()]
-        if items[self.key] is not value:
-            items[self.key] = value
-            is_known = all(a is b for a, b in zip(items, self.container, strict=True))
-            self.outer.write(self.container if is_known else with_items(self.container, items))
-
-    def whole(self) -> Any:
-        """The outermost tuple that is there now."""
-        return self.outer.whole() if isinstance(self.outer, TupleItem) else self.outer.read()
-
-
-def with_items(like: Any, items: list[Any]) -> Any:
-    """A tuple with these items, of the class of another."""
-    return type(like)(*items) if hasattr(like, "_fields") else tuple(items)
-
-
-def tuple_item(place: Location) -> TupleItem | None:
-    """The place of an item of a tuple as one to write to, where the tuple is in one."""
-    if place.inside is None or place.inside.value is not place.container:
-        return None
-    outer: Location | None = place.inside.place
-    if outer is not None and isinstance(outer.container, tuple):
-        outer = tuple_item(outer)
-    if outer is None:
-        return None
-    return TupleItem(place.name, place.kind, place.container, place.key, Guarded(outer, place.inside.value))
-
-
-@dataclass(frozen=True, eq=False)
-class Guarded:
-    """A place and what it held when the code was captured."""
-
-    place: Location
-    value: Any
-
-
-@dataclass(frozen=True, eq=False)
-class Container:
-    """A dict, list, cell, global or class whose slots the code may rebind, and what was in it."""
-
-    name: str
-    kind: str
-    slots: Any
-    old: dict[Any, Any]
-    inside: Guarded | None = None
 
 
 class Reachable:
@@ -187,7 +111,7 @@ class Reachable:
     @functools.cached_property
     def read_names(self) -> frozenset[str]:
         """Attributes that the user's functions may ask for, by name or by text."""
-        return frozenset(name for fn in self.functions for name in _read_names(fn.__code__))
+        return frozenset(name for fn in self.functions for name in attribute_names(fn.__code__))
 
     def forget_inside(self, container: Any, key: Any, held: Any) -> None:
         """What lies in the structure that a slot held is looked at no more."""
@@ -260,7 +184,7 @@ class Reachable:
             self._visit(name, value.__wrapped__, inside)
         elif _is_plain_object(value):
             self._class(type(value))
-            if slots := _slots_of(value):
+            if slots := slots_of(value):
                 self._box(name, "attribute", slots, inside)
                 self._entries(name, slots, slots.names, "attribute", inside)
             if hasattr(value, "__dict__"):
@@ -281,10 +205,10 @@ class Reachable:
             value = fn.__globals__.get(name)
             if isinstance(value, types.ModuleType):
                 if _is_open_module(value.__name__):
-                    named = [n for n in dict.fromkeys(_all_names(fn.__code__)) if n in vars(value)]
+                    named = [n for n in dict.fromkeys(all_names(fn.__code__)) if n in vars(value)]
                     self._entries(name, vars(value), named, "variable", inside)
             elif name in fn.__globals__:
-                self._box(name, "variable", _GlobalName(fn.__globals__, name), inside)
+                self._box(name, "variable", GlobalName(fn.__globals__, name), inside)
                 self._entry(name, fn.__globals__, name, "variable", inside)
         key = "__defaults__"
         at = Location(f"{fn.__name__}.{key}", "variable", Attributes(fn, [key]), key, inside)
@@ -344,7 +268,7 @@ class Reachable:
                 if not isinstance(value, tuple):  # that stays as long as it is
                     self.sizes.append((value, len(value)))
                     self._box(name, kind, value, link)
-                self._entries(name, _as_held(value), _keys(value), kind, link, depth=depth - 1)
+                self._entries(name, as_mapped(value), _keys(value), kind, link, depth=depth - 1)
         elif is_unfollowed(value) and (held := tuple_item(place) if isinstance(container, tuple) else place):
             self.unfollowed.append(held)
         elif isinstance(value, Iterator):
@@ -354,7 +278,7 @@ class Reachable:
         elif _leads_on(value):
             self.links.append(Guarded(place, value))
             self._visit(name, value, self.links[-1])
-        elif isinstance(container, _Held) or isinstance(value, FUNCTIONS):  # what a mapping makes its items of
+        elif isinstance(container, ByItems) or isinstance(value, FUNCTIONS):  # what a mapping makes its items of
             self.links.append(Guarded(place, value))
 
     def _rewindable(self, place: Location, items: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -413,137 +337,6 @@ def _holds_iterator(items: Any) -> bool:
 FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.MethodDescriptorType)
 
 
-class _Held:
-    """A mapping whose subscript makes something of what it holds, by what it holds (transformers' ACT2FN makes a new
-    module each time)."""
-
-    def __init__(self, mapping: dict[Any, Any]) -> None:
-        self.mapping = mapping
-
-    def __getitem__(self, key: Any) -> Any:
-        return dict.__getitem__(self.mapping, key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        dict.__setitem__(self.mapping, key, value)
-
-
-def _as_held(container: Any) -> Any:
-    own = isinstance(container, dict) and type(container).__getitem__ is not dict.__getitem__
-    return _Held(container) if own else container
-
-
-class Attributes:
-    """Attributes of an object that are no entries of a dict: its slots."""
-
-    def __init__(self, thing: Any, names: list[str]) -> None:
-        self.thing, self.names = thing, names
-
-    def __getitem__(self, key: str) -> Any:
-        return getattr(self.thing, key)
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        object.__setattr__(self.thing, key, value)
-
-    def __bool__(self) -> bool:
-        return bool(self.names)
-
-
-def _slots_of(value: Any) -> Attributes:
-    listed = (vars(cls).get("__slots__", ()) for cls in type(value).__mro__)
-    names = [n for slots in listed for n in ((slots,) if isinstance(slots, str) else slots)]
-    return Attributes(value, [n for n in names if not n.startswith("__") and hasattr(value, n)])
-
-
-class ClassAttributes:
-    """The dict of a class, which the class alone writes to."""
-
-    def __init__(self, cls: type) -> None:
-        self.cls = cls
-        (self.names,) = gc.get_referents(vars(cls))
-
-    def __getitem__(self, key: str) -> Any:
-        return self.names[key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        type.__setattr__(self.cls, key, value)
-
-    def __delitem__(self, key: str) -> None:
-        type.__delattr__(self.cls, key)
-
-
-GONE = object()
-
-
-class TakenOut:
-    """Slots of a dict that the code takes out: what is GONE is not there."""
-
-    def __init__(self, mapping: dict[Any, Any]) -> None:
-        self.mapping = mapping
-
-    def __getitem__(self, key: Any) -> Any:
-        return dict.__getitem__(self.mapping, key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if value is not GONE:
-            self.mapping[key] = value
-        elif key in self.mapping:
-            del self.mapping[key]
-
-
-class _GlobalName:
-    """One name of a globals dict: functions may rebind the globals they name."""
-
-    def __init__(self, names: dict[str, Any], key: str) -> None:
-        self.names, self.key = names, key
-
-
-def owner(slots: Any) -> Any:
-    """What holds the slots of a box, or of a location."""
-    if isinstance(slots, (_GlobalName, ClassAttributes)):
-        return slots.names
-    return slots.mapping if isinstance(slots, (_Held, TakenOut)) else slots
-
-
-def contents(slots: Any) -> dict[Any, Any]:
-    """key -> value of a box's slots."""
-    if isinstance(slots, ClassAttributes):
-        return dict(slots.names)
-    if isinstance(slots, types.CellType):
-        return {CELL: slots.cell_contents}
-    if isinstance(slots, _GlobalName):
-        return {slots.key: slots.names.get(slots.key)}
-    if isinstance(slots, Attributes):
-        return {name: slots[name] for name in slots.names}
-    if isinstance(slots, list):
-        return dict(enumerate(slots))
-    if not isinstance(slots, dict):  # of a module of torch.jit
-        return dict(slots.items())
-    return {k: dict.__getitem__(slots, k) for k in slots}
-
-
-def put_back(slots: Any, old: dict[Any, Any]) -> None:
-    """Make the slots of a box what they were."""
-    if isinstance(slots, types.CellType):
-        slots.cell_contents = old[CELL]
-    elif isinstance(slots, _GlobalName):
-        slots.names[slots.key] = old[slots.key]
-    elif isinstance(slots, Attributes):
-        for name, value in old.items():
-            slots[name] = value
-    elif isinstance(slots, list):
-        slots[:] = old.values()
-    else:
-        now = contents(slots)
-        for key in now.keys() - old.keys():
-            del slots[key]
-        for key, value in old.items():
-            if key not in now or now[key] is not value:
-                slots[key] = value
-        if type(slots) in (dict, OrderedDict) and old.keys() - now.keys():
-            for key in old:  # in the order they had
-                slots[key] = slots.pop(key)
-
-
 HOOKS = "hook"  # the kind of a box with hooks of a module
 HOOK_KINDS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -587,25 +380,6 @@ def shadowed_by(module: torch.nn.Module) -> frozenset[str]:
     return frozenset(name for names in bases for name in names if not name.startswith("__")) - vars(module).keys()
 
 
-def is_there(link: Guarded | None) -> bool:
-    """Is the object still where it was, and all on the way to it?"""
-    try:
-        return link is None or (link.place.read() is link.value and is_there(link.place.inside))
-    except (KeyError, IndexError, ValueError, AttributeError):
-        return False
-
-
-def holds(link: Guarded) -> bool:
-    """Is the value what it was?"""
-    if not is_there(link.place.inside):
-        return False
-    try:
-        now = link.place.read()
-    except (KeyError, IndexError, ValueError, AttributeError):
-        return False
-    return now is link.value or (type(now) is type(link.value) and now == link.value)
-
-
 def _keys(container: Any) -> list[Any]:
     """Which entries to look at: of long containers only those that are not plain values."""
     keys = (
@@ -613,44 +387,12 @@ def _keys(container: Any) -> list[Any]:
         if isinstance(container, dict)
         else list(range(tuple.__len__(container) if isinstance(container, tuple) else len(container)))
     )  # a tuple with names of its own may forbid len()
-    held = _as_held(container)
+    held = as_mapped(container)
     return keys if len(keys) <= MANY else [k for k in keys[:LONGEST] if not is_static(held[k])]
 
 
 def _join(prefix: str, key: Any) -> str:
     return f"{prefix}.{key}" if prefix else str(key)
-
-
-@functools.lru_cache(maxsize=4096)
-def global_names(code: types.CodeType) -> tuple[str, ...]:
-    """Globals that a function and the functions written inside it look up or bind, each once; attributes may have the
-    names of others."""
-    names = [step.argval for step in dis.get_instructions(code) if step.opname in _OF_GLOBALS]
-    inner = [name for const in code.co_consts if isinstance(const, types.CodeType) for name in global_names(const)]
-    return tuple(dict.fromkeys(names + inner))
-
-
-_OF_GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS", "STORE_GLOBAL", "DELETE_GLOBAL"})
-
-
-def _all_names(code: types.CodeType) -> Iterator[str]:
-    """Names of globals and of attributes in a function and the functions written inside it."""
-    yield from code.co_names
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from _all_names(const)
-
-
-def _read_names(code: types.CodeType) -> Iterator[str]:
-    """Attributes a function and the functions written inside it load, and texts that may be names."""
-    for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-            yield step.argval
-    for const in code.co_consts:
-        if isinstance(const, str):
-            yield const
-        elif isinstance(const, types.CodeType):
-            yield from _read_names(const)
 
 
 def _leads_on(value: Any) -> bool:
@@ -681,7 +423,7 @@ def _is_plain_object(value: Any) -> bool:
     """An instance of a user's class (or a model library's): its attributes may hold tensors."""
     if isinstance(value, (type, types.ModuleType, torch.Tensor)):
         return False
-    if not hasattr(value, "__dict__") and not _slots_of(value):
+    if not hasattr(value, "__dict__") and not slots_of(value):
         return False
     module = type(value).__module__
     return (

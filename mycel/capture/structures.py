@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
-from mycel.capture.state import Container, Guarded, Location, Reachable, owner
+from mycel.capture.locations import Container, Guarded, Location
+from mycel.capture.slot_holders import owner
+from mycel.capture.state import Reachable
 
 _KINDS = (list, tuple, dict)
 

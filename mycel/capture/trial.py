@@ -15,20 +15,12 @@ from typing import Any
 import torch
 
 from mycel.capture.function_context import Context
+from mycel.capture.locations import Container, Location, TupleItem, with_items
 from mycel.capture.plain import CountedOperators, states_kept, suspended, unheard
 from mycel.capture.record import Traced
 from mycel.capture.sampling import counts, extremes, others, sample
-from mycel.capture.state import (
-    Container,
-    Location,
-    Reachable,
-    TupleItem,
-    contents,
-    is_static,
-    owner,
-    put_back,
-    with_items,
-)
+from mycel.capture.slot_holders import contents, owner, put_back
+from mycel.capture.state import Reachable, is_static
 from mycel.capture.trace import Tracer
 from mycel.capture.traced_text import TracedText
 from mycel.capture.tree import Tree, flatten, holds_tensors
