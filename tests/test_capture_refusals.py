@@ -151,7 +151,7 @@ def test_nothing_is_left_behind():
     model = Leaky()
     before, slots = state(model), dict(vars(model))
     call, compiling, forward = nn.Module.__call__, torch.compiler.is_compiling(), nn.Module._call_impl
-    with pytest.raises(mycel.CaptureError):
+    with pytest.raises(mycel.CaptureError, match="a NumPy array was asked"):
         mycel.jit(model, strict=True)(X)
     assert vars(model) == slots and model.seen == [] and model.table == {} and model.calls == 0
     same(state(model), before)

@@ -94,10 +94,13 @@ def test_the_pass_brings_gradient_and_scalars_and_nothing_else():
 def test_the_checker_knows_what_runs_on_the_host():
     text = str(on_the_host())
     line = next(x for x in text.splitlines() if " = sgd(" in x)
-    for wrong in (line.replace("g.host", "g"), line.replace("w1.host: host(f32[8,8])", "w1.host: f32[8,8]")):
-        assert wrong != line
-        with pytest.raises(IRError):
-            Program.parse(text.replace(line, wrong))
+    for right, wrong, why in (
+        ("g.host", "g", "computes on the host, but g lies on the device"),
+        ("w1.host: host(f32[8,8])", "w1.host: f32[8,8]", r"stated as \(f32\[8,8\], host\(f32\[8,8\]\)\)"),
+    ):
+        assert right in line
+        with pytest.raises(IRError, match=why):
+            Program.parse(text.replace(line, line.replace(right, wrong)))
 
 
 def test_what_the_host_does_has_a_stream_of_its_own():

@@ -98,13 +98,13 @@ def test_dims():
     grouped = dims.fit("a (h d) -> a h d", [(2, 12)], {"h": 3})
     assert grouped.out_shapes == [(2, 3, 4)] and "d" not in grouped.splits() and "h" in grouped.splits()
     assert dims.fit("..., ... -> ...", [(2, 1, 3), (4, 1)]).out_shapes == [(2, 4, 3)]
-    for rule, shapes in [
-        ("a b, b -> a", [(2, 3), (4,)]),
-        ("..., ... -> ...", [(2,), (3,)]),
-        ("a -> a b", [(2,)]),
-        ("a -> a", [(2, 3)]),
+    for rule, shapes, why in [
+        ("a b, b -> a", [(2, 3), (4,)], "b is 3 and 4"),
+        ("..., ... -> ...", [(2,), (3,)], "do not broadcast"),
+        ("a -> a b", [(2,)], "no size for b"),
+        ("a -> a", [(2, 3)], "has too many dims"),
     ]:
-        with pytest.raises(ValueError):
+        with pytest.raises(ValueError, match=why):
             dims.fit(rule, shapes)
 
 

@@ -120,9 +120,12 @@ def test_a_mesh_names_its_ranks():
     assert repr(mesh) == "Mesh(dp=2, tp=3)" and mesh == Mesh({"dp": 2, "tp": 3}) != Mesh(tp=3, dp=2)
 
 
-@pytest.mark.parametrize("axes", [{"dp": 0}, {"dp": 1.5}, {"dp": True}, {"1x": 2}, {"": 2}])
-def test_a_mesh_that_is_none(axes):
-    with pytest.raises(PlanError):
+@pytest.mark.parametrize("axes, why", [
+    *(({"dp": size}, f"axis dp of the mesh has size {size}") for size in (0, 1.5, True)),
+    *(({name: 2}, f"'{name}' is no name for an axis") for name in ("1x", "")),
+])  # fmt: skip
+def test_a_mesh_that_is_none(axes, why):
+    with pytest.raises(PlanError, match=why):
         Mesh(axes)
 
 

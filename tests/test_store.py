@@ -70,7 +70,7 @@ def test_other_files_are_refused(tmp_path):
     with pytest.raises(LoadError, match="no saved program"):
         Program.load(tmp_path / "nothing")
     torch.save({"a": 1}, tmp_path / "pickle")
-    with pytest.raises(LoadError):
+    with pytest.raises(LoadError, match="damaged or truncated"):
         Program.load(tmp_path / "pickle")
     safetensors.torch.save_file({"a": torch.ones(2)}, tmp_path / "weights")
     with pytest.raises(LoadError, match="not a saved program"):
@@ -81,7 +81,7 @@ def test_a_failed_save_leaves_the_old_file(saved, monkeypatch):
     *_, program, path = saved
     before = path.read_bytes()
     monkeypatch.setattr(safetensors.torch, "save", lambda *a: (_ for _ in ()).throw(OSError("disk full")))
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="disk full"):
         program.save(path)
     assert path.read_bytes() == before and len(list(path.parent.iterdir())) == 1
 
@@ -92,13 +92,13 @@ def test_names_in_a_file_cannot_reach_python(tmp_path):
         "def main(x: f32[2]):\n"
         '  y: f32[2] = opaque(x, args=(("x", 0),), target="aten.__import__(\'os\').default")\n  return y\n'
     )
-    with pytest.raises(mycel.MycelError):
+    with pytest.raises(mycel.MycelError, match="no attribute '__import__"):
         Program.parse(text)
 
 
 def test_a_text_cannot_smuggle_python_in_or_act_before_it_is_run(tmp_path):
     smuggled = "def main(x: f32[4]):\n  y: f32[4] = relu(x)  # a.py:1\r    raise SystemExit\n  return y\n"
-    with pytest.raises(mycel.TextError):
+    with pytest.raises(mycel.TextError, match=r"cannot read '\\r'"):
         Program.parse(smuggled)
     created = tmp_path / "made"
     acting = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -215,24 +216,30 @@ def test_malformed_text_says_where(text):
 
 
 @pytest.mark.parametrize(
-    "text",
+    "text, why",
     [
-        "def main(x: f32[2]):\n  y: f32[3] = exp(x)\n  return y",
-        "def main(x: f32[2]):\n  y: f32[2] = exp(x, x)\n  return y",
-        "def main(x: f32[2]):\n  y: f32[2] = exp(x, dim=1)\n  return y",
-        "def main(x: f32[2]):\n  y: f32[] = sum(x)\n  return y",
-        "def main(x: f32[2]):\n  y: f32[2] = call(x, block=@nowhere)\n  return y",
-        "def main(x: f32[2]):\n  y: f32[2] = call(x, block=@main)\n  return y",
-        "def main(x: f32[2]):\n  y: f32[2] = call(x)\n  return y",
-        "def main(x: f32[2]):\n  y: f32[2] = reshape(None, shape=(2,))\n  return y",
-        "def main(x: f32[2]):\n  y: f32[2] = reshape(x, shape=2)\n  return y",
-        'def main():\n  y: f32[2] = const(dtype=f32, name="gone", shape=(2,))\n  return y',
-        "def main(x: f32[2]):\n  y: f32[2] = exp(x)\n  return y, z=y",
-        "def main(x: f32[2]):\n  y: f32[] = sum(x, dims=(0,))\n  return x=y",
+        ("def main(x: f32[2]):\n  y: f32[3] = exp(x)\n  return y", "gives (f32[2]), stated as (f32[3])"),
+        ("def main(x: f32[2]):\n  y: f32[2] = exp(x, x)\n  return y", "2 operands for 1"),
+        ("def main(x: f32[2]):\n  y: f32[2] = exp(x, dim=1)\n  return y", "takes no params, was given dim"),
+        ("def main(x: f32[2]):\n  y: f32[] = sum(x)\n  return y", "missing a required argument: 'dims'"),
+        ("def main(x: f32[2]):\n  y: f32[2] = call(x, block=@nowhere)\n  return y", "no block named nowhere"),
+        (
+            "def main(x: f32[2]):\n  y: f32[2] = call(x, block=@main)\n  return y",
+            "block main calls itself: main -> main",
+        ),
+        ("def main(x: f32[2]):\n  y: f32[2] = call(x)\n  return y", "missing a required argument: 'block'"),
+        ("def main(x: f32[2]):\n  y: f32[2] = reshape(None, shape=(2,))\n  return y", "block main: y = reshape(None)"),
+        ("def main(x: f32[2]):\n  y: f32[2] = reshape(x, shape=2)\n  return y", "block main: y = reshape(f32[2])"),
+        (
+            'def main():\n  y: f32[2] = const(dtype=f32, name="gone", shape=(2,))\n  return y',
+            "the program has no constant named gone",
+        ),
+        ("def main(x: f32[2]):\n  y: f32[2] = exp(x)\n  return y, z=y", "update of z, which is no input"),
+        ("def main(x: f32[2]):\n  y: f32[] = sum(x, dims=(0,))\n  return x=y", "update of x: f32[2] with y: f32[]"),
     ],
 )
-def test_inconsistent_programs_are_refused(text):
-    with pytest.raises(IRError):
+def test_inconsistent_programs_are_refused(text, why):
+    with pytest.raises(IRError, match=re.escape(why)):
         Program.parse(text)
 
 
