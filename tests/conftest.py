@@ -4,6 +4,9 @@ import gc
 import os
 import signal
 import zlib
+from collections import Counter
+from itertools import chain
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["MYCEL_PROBE"] = ""  # presets: what was measured on a machine would change plans
@@ -22,15 +25,19 @@ hypothesis.settings.register_profile("tests", deadline=None)  # machines are noi
 hypothesis.settings.load_profile("tests")
 
 
-# whole files of processes, sweeps and searches, which `make check` leaves out
+# whole files of processes, sweeps and searches, which `make check` leaves out, and about how many seconds each takes
+# (MYCEL_SECONDS=1 make test prints that): workers begin with the longest, and so come to the end together
 SLOW = {
-    "across", "alike", "architectures", "brute", "checkpoint_faults", "checkpoint_mesh", "checkpoint_ranks",
-    "commands", "compress", "context", "control_flow_random", "cutting", "data_cache", "distribute", "docs",
-    "encoded_messages", "examples", "experts", "feed", "layouts", "manual", "offload", "offload_ranks", "one_bit",
-    "op_database", "optimisers", "pipeline", "places", "plan", "plan_command", "probe", "processes", "search",
-    "search_devices", "search_given", "search_limits", "search_places", "shallow", "stage_offload", "stages",
-    "step_memory", "step_models", "step_state", "sync", "tasks", "torch_update", "train", "train_export",
-    "train_faults", "train_lora", "train_messages", "train_ranks", "train_resume", "weights", "whole_plans", "widths",
+    "across": 8, "alike": 5, "architectures": 5, "brute": 5, "checkpoint_faults": 9, "checkpoint_mesh": 5,
+    "checkpoint_ranks": 7, "commands": 30, "commands_ranks": 21, "compiled_blocks": 90, "compress": 33, "context": 5,
+    "control_flow_random": 16, "cutting": 5, "data_cache": 6, "distribute": 46, "docs": 64, "encoded_messages": 5,
+    "examples": 21, "expert_ranks": 42, "experts": 5, "feed": 14, "layouts": 5, "manual": 12, "offload": 5,
+    "offload_ranks": 30, "one_bit": 5, "op_database": 5, "optimisers": 26, "pipeline": 73, "places": 5, "plan": 25,
+    "plan_command": 48, "probe": 15, "processes": 227, "search": 133, "search_devices": 20, "search_given": 131,
+    "search_limits": 5, "search_places": 17, "search_text": 71, "shallow": 54, "stage_offload": 11, "stages": 49,
+    "step_memory": 57, "step_models": 9, "step_state": 35, "sync": 23, "tasks": 5, "torch_update": 5, "train": 23,
+    "train_export": 5, "train_faults": 15, "train_lora": 5, "train_messages": 5, "train_ranks": 412,
+    "train_resume": 19, "weights": 5, "whole_plans": 13, "widths": 5,
 }  # fmt: skip
 
 
@@ -80,7 +87,7 @@ def pytest_collection_modifyitems(config, items):
     is_all = by_name or os.environ.get("MYCEL_SWEEPS") == "all"
     kept, left = [], []
     for item in items:
-        if item.path.stem.removeprefix("test_") in SLOW:
+        if _stem(item.path) in SLOW:
             item.add_marker(pytest.mark.slow)
         chosen = is_all or zlib.crc32(item.name.encode()) % ONE_IN.get(item.originalname, 1) == 0
         (kept if chosen else left).append(item)
@@ -92,7 +99,43 @@ def pytest_collection_modifyitems(config, items):
             kept.append(item)
     if left:
         config.hook.pytest_deselected(items=left)
-        items[:] = kept
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    items[:] = _for_workers(kept, workers) if workers > 1 else kept
+
+
+def _for_workers(items, workers):
+    """Items so that the equal stretches which xdist gives to workers begin with slow files, in each about as long, and
+    end with quick ones, which workers that are done take from others (--dist worksteal)."""
+    by_file = {}
+    for item in items:
+        by_file.setdefault(_stem(item.path), []).append(item)
+    shares, seconds = [[] for _ in range(workers)], [0] * workers
+    for name in sorted(by_file.keys() & SLOW.keys(), key=lambda name: (-SLOW[name], name)):
+        least = seconds.index(min(seconds))
+        shares[least] += by_file[name]
+        seconds[least] += SLOW[name]
+    quick = [item for name, own in by_file.items() if name not in SLOW for item in own]
+    ordered = []
+    for k, share in enumerate(shares):
+        room = max(0, (len(items) - len(ordered)) // (workers - k) - len(share))
+        ordered += [*share, *quick[:room]]
+        quick = quick[room:]
+    return ordered
+
+
+def _stem(path):
+    return Path(path).stem.removeprefix("test_")
+
+
+def pytest_terminal_summary(terminalreporter):
+    """How long each slow file took, as SLOW has it."""
+    if os.environ.get("MYCEL_SECONDS"):
+        seconds = Counter()
+        for report in chain.from_iterable(terminalreporter.stats.values()):
+            if isinstance(report, pytest.TestReport):
+                seconds[_stem(report.fspath)] += report.duration
+        slow = [f'"{name}": {max(round(s), 1)}' for name, s in sorted(seconds.items()) if name in SLOW or s >= 10]
+        terminalreporter.write_line(", ".join(slow))
 
 
 @pytest.fixture(autouse=True, scope="module")

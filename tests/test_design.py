@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from conftest import ONE_IN, SLOW
 
 import mycel
 from mycel.ir.op import OPS
@@ -123,3 +124,11 @@ def test_names_say_what_they_hold():
     assert [f"{path}:{node.lineno}" for path, node in nodes if defined(node) & VAGUE] == []
     classes = Counter(node.name for _, node in nodes if isinstance(node, ast.ClassDef))
     assert {name for name, n in classes.items() if n > 1} == set()
+
+
+def test_the_tables_of_the_suite_name_what_is_there():
+    """Slow files and long sweeps, in conftest.py."""
+    tests = ROOT / "tests"
+    assert [name for name in SLOW if not (tests / f"test_{name}.py").is_file()] == []
+    defined_there = {name for path in tests.rglob("*.py") for name in re.findall(r"def (test_\w+)", path.read_text())}
+    assert ONE_IN.keys() - defined_there == set()
