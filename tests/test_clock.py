@@ -421,6 +421,24 @@ def test_what_waits_for_a_kernel_between_is_another_kernel():
         assert moments(program.main, costs.groups(program.main, there), there) == list(range(len(program.main.eqns)))
 
 
+AGAIN = """def main(x: T, w: T):
+  p: T = matmul(x, w)
+  s: T = add(x, p)
+  a: T = mul(s, w)
+  q: T = matmul(a, w)
+  b: T = mul(s, q)
+  r: T = matmul(b, w)
+  return r
+"""
+
+
+def test_what_is_made_again_by_a_later_kernel_keeps_what_it_is_made_of():
+    """`s` is never in memory: behind `q` it is made of `p` once more."""
+    again, anew = (check(Program.parse(text.replace("T", SHAPE))) for text in (AGAIN, AGAIN.replace("s, q", "x, q")))
+    of_both, of_one = (clock(p, CPU, None, ["main"]).peak[DEVICE] for p in (again, anew))
+    assert of_both == of_one + size(again.main.inputs[0])
+
+
 # -- steps -----------------------------------------------------------------------------------------------------------
 
 

@@ -59,7 +59,7 @@ from mycel.ops.overwriting import Overwritten, overwritten
 from mycel.ops.written_inputs import NOTHING, WrittenInputs
 from mycel.plan.cost import TURNS, Costs
 from mycel.plan.hardware import Hardware
-from mycel.plan.kernels import moments
+from mycel.plan.kernels import last_reads, moments
 from mycel.plan.links import Link, Links, message, packed_bytes
 from mycel.plan.step_memory import Line, owners, remember, size, while_turning
 from mycel.sizes import span
@@ -371,12 +371,15 @@ class Clock:
             _slow_beside_updates(lines, self.hardware)
         slow, is_gpu = self.hardware.widens, bool(self.hardware.memory)
         if compiled:  # what a compiler writes over an operand is not known
-            remember(lines, block, owners(program, name), there, moments(block, groups, there), slow, is_gpu)
+            when = moments(block, groups, there)
+            reads = last_reads(block, there, when)
+            remember(lines, block, owners(program, name), there, when, reads, slow, is_gpu)
         else:
             over, written, _ = self._written_over(program)
             mine = written if block is program.main else NOTHING
             lying = owners(program, name, over, written=mine)
-            remember(lines, block, lying, None, range(len(lines)), slow, is_gpu, mine)
+            at = range(len(lines))
+            remember(lines, block, lying, None, at, at, slow, is_gpu, mine)
         return lines
 
 

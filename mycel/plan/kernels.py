@@ -13,7 +13,7 @@ waits for another by way of a kernel in between, or where other blocks run betwe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
 from mycel.ir import CONTROL, Block, Eqn, Var
 
@@ -43,6 +43,19 @@ def moments(block: Block, merged: Collection[int], there: Collection[Var]) -> li
         if when == before:
             break
     return when
+
+
+def last_reads(block: Block, there: Collection[Var], when: Sequence[int]) -> list[int]:
+    """For each equation the number of the last one that reads its operands: a value that is never in memory is made
+    once more in every kernel that uses it, of what it was made of."""
+    last = list(when)
+    results = ((v, i) for i, eqn in enumerate(block.eqns) for v in eqn.outputs if not _is_reduced(eqn, v))
+    maker = {v: i for v, i in results if v not in there}
+    for i in reversed(range(len(last))):
+        for v in block.eqns[i].vars:
+            if v in maker:
+                last[maker[v]] = max(last[maker[v]], last[i])
+    return last
 
 
 def _together(block: Block, merged: Collection[int], there: Collection[Var]) -> dict[int, int]:

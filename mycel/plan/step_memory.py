@@ -106,19 +106,21 @@ def remember(
     lying: Owners,
     there: Collection[Var] | None,
     when: Sequence[int],
+    last_read: Sequence[int],
     slow: Mapping[torch.dtype, int],
     is_gpu: bool,
     written: WrittenInputs = NOTHING,
 ) -> None:
     """Enters what each line makes and frees; `lying`: in whose memory; `there`: the values that lie in memory, None:
-    all; `when`: the line at which each one runs; `slow`: dtypes of products that are computed in 32 bits; `is_gpu`: by
-    whom messages are carried; `written`: what an entry writes into inputs."""
+    all; `when`: the line at which each one runs; `last_read`: the last that reads its operands; `slow`: dtypes of
+    products that are computed in 32 bits; `is_gpu`: by whom messages are carried; `written`: what an entry writes into
+    inputs."""
     owner, bytes_of = lying
     end = {owner[v]: len(lines) for v in block.outputs if v in owner and v not in written.results}
     for i, eqn in enumerate(block.eqns):
-        for v in (*eqn.vars, *eqn.outputs):
+        for v, until in (*((v, last_read[i]) for v in eqn.vars), *((v, when[i]) for v in eqn.outputs)):
             if v in owner:
-                end[owner[v]] = max(end.get(owner[v], -1), when[i])
+                end[owner[v]] = max(end.get(owner[v], -1), until)
     begin_move = o.begin_move
     makers = {v: eqn for eqn in block.eqns for v in eqn.outputs}
     for i, line in enumerate(lines):
