@@ -86,12 +86,13 @@ class HeldModel:
         self.ranks = everyone
 
     def connected(self, code: Callable[..., Any], what: str = "a step") -> Callable[..., Any]:
-        """The code with its ranks to speak to; `what` it is, as others are told."""
+        """The code with its ranks to speak to; `what` it is, as others are told.  Islands in it call modules, in which
+        whole tensors lie meanwhile."""
 
         def run(*inputs: Any) -> Any:
             COMMUNICATORS.append(self.ranks)
             try:
-                with self.ranks.calling(what, often=True):
+                with self.ranks.calling(what, often=True), self.opened():
                     return code(*inputs)
             finally:
                 COMMUNICATORS.pop()

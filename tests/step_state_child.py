@@ -8,6 +8,7 @@ import copy
 import faulthandler
 import pickle
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -114,6 +115,7 @@ def main(folder: Path) -> None:
         local_outputs(count)
     for plan in PADDED:
         padded(plan)
+        with_an_island(plan)
 
 
 def local_outputs(count: int) -> None:
@@ -196,6 +198,35 @@ def padded(plan) -> None:
         plain.step()
         alike(step(ids, labels), wanted.detach())
     assert len(step.entries) == 2
+    alike(step.state_dict()["model"], twin.state_dict())
+
+
+class Measured(torch.nn.Sequential):
+    """Looks into text of a tensor before it calls a module."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.looked_at(torch.tanh(self[0](x))).square().mean()
+
+    def looked_at(self, h: torch.Tensor) -> torch.Tensor:
+        return self[1](h) if len(str(float(h.sum()))) > 2 else self[1](-h)
+
+
+def with_an_island(plan) -> None:
+    """Python that stays Python calls modules whose parameters are in parts, also where it is captured again, and of
+    what has no data then."""
+    torch.manual_seed(6)
+    model = Measured(torch.nn.Linear(6, 8), torch.nn.Linear(8, 4)).double()
+    twin = copy.deepcopy(model)
+    plain = torch.optim.AdamW(twin.parameters(), lr=0.02)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    step = mycel.train_step(model, optimizer, plan=plan, mesh=Mesh(plan["mesh"]), compile=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*runs as plain Python")
+        for i, count in enumerate((4, 6, 4)):
+            batch = rows(i)["x"][:count]
+            alike(step.evaluate(batch), twin(batch).detach())
+            assert abs(float(step(batch)) - plain_step(twin, plain, {"x": batch})) < 1e-9, (plan, count)
+    assert "looked_at" in step.explain() and len(step.entries) == 2
     alike(step.state_dict()["model"], twin.state_dict())
 
 

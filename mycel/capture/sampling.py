@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mycel.capture.plain import suspended
 from mycel.capture.record import Traced
@@ -44,9 +45,15 @@ def _given(tracer: Tracer, var: Var, tensor: torch.Tensor | None) -> torch.Tenso
     if type(held) is Traced:
         outer: Any = held.tracer
         held = sample(outer, held) if outer is not tracer else None
-    if held is None or held.device.type == "meta" or var == KEY:
+    if held is None or not _has_data(held) or var == KEY:
         return _made_up(tracer, var.type)
     return held.detach().to(tracer.device)
+
+
+def _has_data(x: torch.Tensor) -> bool:
+    """On ranks a parameter that each has a part of is shown whole, but for its data."""
+    is_plain = x.layout is torch.strided and not is_traceable_wrapper_subclass(x)
+    return x.device.type != "meta" and not (is_plain and x.numel() and not x.untyped_storage().nbytes())
 
 
 def _made_up(tracer: Tracer, t: Type) -> torch.Tensor:
