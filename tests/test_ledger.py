@@ -144,6 +144,10 @@ def test_bars_of_blocks_and_of_collectives_are_their_own():
     assert part_bars("mine", 2, "all_reduce over host").middle == pytest.approx(10.0)
     assert part_bars("mine", 2, "all_gather over host") is part_bars("mine", 1, BLOCK) is None
     by = Correction(3, 2.5, 5.0)
+    assert str(by) == "computing takes 2.50 times, messages 5.00 times what the figures say, as in 3 runs here"
+    assert (
+        str(Correction(1, 2.0, 2.0)) == "computing and messages take 2.00 times what the figures say, as in 1 run here"
+    )
     assert part_bars("mine", 2, BLOCK, by, "figures").middle == pytest.approx(1.0)
     assert part_bars("mine", 2, "all_reduce over host", by, "figures").middle == pytest.approx(2.0)
     assert part_bars("mine", 2, BLOCK, by, "other figures") is None

@@ -26,7 +26,7 @@ from statistics import median
 import numpy as np
 
 from mycel.plan.hardware import Hardware, known_name
-from mycel.sizes import span
+from mycel.sizes import counted, span
 
 BLOCK = "block"  # a kind of part
 LAST = 50  # runs that count
@@ -123,8 +123,10 @@ class Correction:
 
     def __str__(self) -> str:
         """For people: computing takes 1.20 times, messages 0.90 times what figures say, as in 7 runs here"""
-        messages = f", messages {self.waiting:.2f} times" if self.waiting != self.computing else " as messages do,"
-        return f"computing takes {self.computing:.2f} times{messages} what the figures say, as in {self.runs} runs here"
+        often = f"computing takes {self.computing:.2f} times, messages {self.waiting:.2f} times"
+        if self.waiting == self.computing:
+            often = f"computing and messages take {self.computing:.2f} times"
+        return f"{often} what the figures say, as in {counted(self.runs, 'run')} here"
 
 
 @dataclass(frozen=True)
