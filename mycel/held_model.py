@@ -116,9 +116,9 @@ class HeldModel:
                 x = self.ranks.all_gather(x.unsqueeze(0), (axis,), 0)[0]
         for dim, axes in enumerate(layout.dims):
             for k in range(len(axes) - 1, -1, -1):  # the fastest first: each axis has padding of its own
-                x = self.ranks.all_gather(x, axes[k : k + 1], dim).narrow(
-                    dim, 0, part(shape[dim], axes[:k], self.plan.mesh)
-                )
+                size, x = part(shape[dim], axes[:k], self.plan.mesh), self.ranks.all_gather(x, axes[k : k + 1], dim)
+                # in memory of its own, without padding: files are written of memory
+                x = x if x.shape[dim] == size else x.narrow(dim, 0, size).clone()
         return x
 
     @property
