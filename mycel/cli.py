@@ -73,6 +73,9 @@ def train(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in the folder of --run.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would run, and stop.")] = False,
+    uncorrected: Annotated[
+        bool, typer.Option("--uncorrected", help="Plan and predict by figures alone, whatever earlier runs took.")
+    ] = False,
     nproc: Annotated[
         int | None,
         typer.Option("--nproc", metavar="N", min=1, help="Start N processes here: the ranks of parallel.mesh."),
@@ -111,6 +114,8 @@ def train(
         _check_ranks(config, nproc, nnodes, node_rank, rendezvous, resumed=old is not None)
     except (TrainError, PlanError) as e:
         _fail(e, MISUSED)
+    if uncorrected:
+        os.environ["MYCEL_UNCORRECTED"] = "1"  # of all ranks
     if nproc is not None:
         again = [
             *(["--resume", resume] if resume else []),

@@ -50,10 +50,12 @@ class Forward:
         strict: bool = False,
         host: HostParameters | None = None,
         changed: Callable[[Captured], Captured] | None = None,
+        hardware_of: Callable[[torch.device], plan.Hardware] = plan.hardware_of,
     ) -> None:
         self.fn, self.model, self.prepared, self.parts, self.strict = fn, model, prepared, parts, strict
         self.host = host or HostParameters()  # where parameters may live
         self.changed = changed or (lambda captured: captured)
+        self.hardware_of = hardware_of
         self.in_parts = in_parts  # are results that are rows of the batch this rank's alone?
         self.entries: list[Signature] = []
         self._compiled_values = CompiledValues("the evaluation")
@@ -113,7 +115,7 @@ class Forward:
             run, feed = self._loaded(local, captured.device), feed_of(captured, program)
             is_whole = False
         else:
-            done = local_forward(parts, unsharded, plan.hardware_of(captured.device), self.in_parts)
+            done = local_forward(parts, unsharded, self.hardware_of(captured.device), self.in_parts)
             parts.split(captured.device)
             parts.ranks.connect(done.program)
             local, is_whole = self.host.streamed(done.program, captured.device), done.is_whole

@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+from mycel.corrections import Corrections
 from mycel.errors import PlanError
 from mycel.ir import Mesh
 from mycel.plan import hardware_of
@@ -167,9 +168,11 @@ def test_wires_of_axes():
 
 def test_ranks_of_a_run_lie_on_hosts(monkeypatch):
     """As whoever started them says; their wires as probed, else as presets have them."""
+    monkeypatch.setattr("mycel.corrections.from_first", lambda make: make())  # nobody to ask
+    monkeypatch.setattr("mycel.corrections.ranks_on_a_host", lambda: 0)
     monkeypatch.setenv("WORLD_SIZE", "8")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    cluster = ranks_of("cpu", 8)
+    cluster = ranks_of("cpu", 8, Corrections())
     assert (cluster.devices, cluster.hosts, cluster.groups) == (4, 2, (4,))
     links = hardware_of(torch.device("cpu")).links(Mesh(dp=2, tp=4))  # what a step asks knows it, too
     assert [links.of((a,)).name for a in ("dp", "tp")] == ["network", "host"]
@@ -182,11 +185,13 @@ def test_ranks_of_a_run_lie_on_hosts(monkeypatch):
     assert on_hosts(seen, 2, 8).levels[1] == seen.levels[1] and on_hosts(seen, 8, 8) is seen
     monkeypatch.setenv("WORLD_SIZE", "6")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # two hosts of six ranks, 2 and 4: both ranks see the same
-    ours = ranks_of("cpu", 6)
+    ours = ranks_of("cpu", 6, Corrections())
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert ranks_of("cpu", 6) == ours and ours.hosts == 3
+    assert ranks_of("cpu", 6, Corrections()) == ours and ours.hosts == 3
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
-    assert ranks_of("cpu", 8).hosts == 1 and ranks_of_a_host(8, seen) == 4 and ranks_of_a_host(6, seen) == 6
+    assert (
+        ranks_of("cpu", 8, Corrections()).hosts == 1 and ranks_of_a_host(8, seen) == 4 and ranks_of_a_host(6, seen) == 6
+    )
 
 
 FOUR = [

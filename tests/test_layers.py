@@ -75,6 +75,7 @@ MAY_IMPORT = {
     },
     "placed_model": {"feed", "ir", "plan", "placing", "lower", "parts", "run"},
     "host_parameters": {"ir", "plan", "lower", "run", "held_model", "parts"},
+    "corrections": {"plan", "run"},
     "local_forward": {"ir", "plan", "lower", "parts", "placed_model", "placing", "planning"},
     "forward": {
         "ir",
@@ -111,6 +112,7 @@ MAY_IMPORT = {
         "accumulation",
         "buckets",
         "changing_values",
+        "corrections",
         "feed",
         "parts",
         "forward",
@@ -169,6 +171,7 @@ MAY_IMPORT = {
         "run",
         "api",
         "derivatives",
+        "corrections",
         "feed",
         "parts",
         "forward",

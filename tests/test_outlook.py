@@ -145,11 +145,12 @@ def test_a_second_run_is_predicted_nearer(disk, tmp_path, monkeypatch, capsys): 
     monkeypatch.setenv("MYCEL_LEDGER", str(tmp_path / "ledger.jsonl"))
     for name in ("first", "second"):
         train(config(disk, tmp_path / name))
-    assert "corrected: computing takes" in " ".join(capsys.readouterr().out.split())
+    assert "corrected: computing and messages take" in " ".join(capsys.readouterr().out.split())
     first, second = written_down()
-    assert second.predicted_s > 1.5 * first.predicted_s and second.computing_s == first.computing_s
+    assert second.predicted_s > 1.5 * first.predicted_s
+    assert second.computing_s == pytest.approx(first.computing_s), "by the figures alone"
     assert abs(math.log(second.ratio)) < abs(math.log(first.ratio))
-    assert json.loads((tmp_path / "second" / "predicted.json").read_text())["computing_s"] == first.computing_s
+    assert json.loads((tmp_path / "second" / "predicted.json").read_text())["computing_s"] == second.computing_s
     planned = cluster_of(None, corrected=True)
     assert planned.correction is not None and planned.hardware.single < cluster_of(None).hardware.single
     assert cluster_of("h100x2", corrected=True).correction is None

@@ -73,7 +73,7 @@ def test_what_runs_here_took_is_in_a_plan_for_this_machine(tmp_path, monkeypatch
         assert done.exit_code == 0, done.output
         return done.output
 
-    said = "corrected  computing takes 3.00 times"
+    said = "corrected  computing and messages take 3.00 times"
     assert said in planned() and "corrected" not in planned("--uncorrected")
     assert "corrected" not in planned("--cluster", "h100x1")
     texts = [planned("--json", *how) for how in ((), ("--uncorrected",))]

@@ -21,6 +21,7 @@ from mycel.plan.ledger import (
     basis_of,
     correction,
     error_bars,
+    is_corrected,
     part_bars,
     write_down,
 )
@@ -69,23 +70,24 @@ from mycel.plan.schedule import (
     timeline,
 )
 from mycel.plan.solve import Solved, parameter_layouts, solve
-from mycel.plan.stage_costs import beside_each_other, message_bytes, stage_costs, step_seconds
+from mycel.plan.stage_costs import BUBBLE, beside_each_other, message_bytes, stage_costs, step_seconds
 from mycel.plan.stages import StepBody, StepFlow, modules_around, refuse_unknown_stages, starts_of
 from mycel.plan.synchronising import SyncPolicy
 from mycel.plan.travels import staying, travels
 
 __all__ = [
-    "AUTO", "BLOCK", "CANDIDATES", "COMPUTE", "CPU", "KINDS", "PLACE_AXIS", "STAGE_AXIS", "UPDATE", "Absence",
-    "BlockLayouts", "Clock", "Copies", "Correction", "Costs", "Decided", "Decision", "ErrorBars", "Fp8Products",
-    "Hardware", "HostUpdate", "KeepChoices", "KnownLayouts", "Layouts", "Links", "Measured", "MovedValue", "Offload",
-    "Offloaded", "PartTimes", "PipelineSchedule", "Place", "Plan", "Predicted", "Residuals", "Solved", "StageCosts",
-    "StageCutter", "StepBody", "StepFlow", "StreamShare", "StreamedInput", "SyncPolicy", "Times", "Visit", "absences",
-    "backward_inputs", "backward_part", "basis_of", "beside_each_other", "block_memory", "chunk_bytes", "clock",
-    "close_names", "correction", "cut_blocks", "decide", "digest", "equation_key", "error_bars", "expert_weights",
-    "expressions", "fp8_products", "handed_to", "hardware_of", "host_updates", "ladder", "last_that_fits",
-    "leaving_gradients", "less", "message_bytes", "modules_around", "needed_last", "of_stages", "orders_text",
-    "paired", "parameter_inputs", "parameter_layouts", "part_bars", "probe_path", "probe_text", "ready_plans",
-    "refuse_idle", "refuse_unknown_stages", "refuse_without_fp8", "residuals", "searched", "solve", "splits",
-    "stage_costs", "starts_of", "state_inputs", "staying", "step_names", "step_seconds", "timeline", "travels",
-    "twins", "visits", "warn_of_unsplit", "with_link", "with_rates", "write_down",
+    "AUTO", "BLOCK", "BUBBLE", "CANDIDATES", "COMPUTE", "CPU", "KINDS", "PLACE_AXIS", "STAGE_AXIS", "UPDATE",
+    "Absence", "BlockLayouts", "Clock", "Copies", "Correction", "Costs", "Decided", "Decision", "ErrorBars",
+    "Fp8Products", "Hardware", "HostUpdate", "KeepChoices", "KnownLayouts", "Layouts", "Links", "Measured",
+    "MovedValue", "Offload", "Offloaded", "PartTimes", "PipelineSchedule", "Place", "Plan", "Predicted", "Residuals",
+    "Solved", "StageCosts", "StageCutter", "StepBody", "StepFlow", "StreamShare", "StreamedInput", "SyncPolicy",
+    "Times", "Visit", "absences", "backward_inputs", "backward_part", "basis_of", "beside_each_other", "block_memory",
+    "chunk_bytes", "clock", "close_names", "correction", "cut_blocks", "decide", "digest", "equation_key",
+    "error_bars", "expert_weights", "expressions", "fp8_products", "handed_to", "hardware_of", "host_updates",
+    "is_corrected", "ladder", "last_that_fits", "leaving_gradients", "less", "message_bytes", "modules_around",
+    "needed_last", "of_stages", "orders_text", "paired", "parameter_inputs", "parameter_layouts", "part_bars",
+    "probe_path", "probe_text", "ready_plans", "refuse_idle", "refuse_unknown_stages", "refuse_without_fp8",
+    "residuals", "searched", "solve", "splits", "stage_costs", "starts_of", "state_inputs", "staying", "step_names",
+    "step_seconds", "timeline", "travels", "twins", "visits", "warn_of_unsplit", "with_link", "with_rates",
+    "write_down",
 ]  # fmt: skip

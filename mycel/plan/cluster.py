@@ -149,11 +149,12 @@ class Cluster:
     @property
     def corrected(self) -> Cluster:
         """The same, by what earlier runs on as many ranks of it took against these figures."""
-        basis = basis_of(self.hardware)
-        known = correction(self.hardware.name, self.world, basis)
+        return self.corrected_by(correction(self.hardware.name, self.world, basis_of(self.hardware)))
+
+    def corrected_by(self, known: Correction | None) -> Cluster:
         if known is None:
             return self
-        return replace(self, hardware=known.applied(self.hardware), correction=known, basis=basis)
+        return replace(self, hardware=known.applied(self.hardware), correction=known, basis=basis_of(self.hardware))
 
     def __str__(self) -> str:
         hosts = f"{self.hosts} hosts of {self.devices}" if self.hosts > 1 else f"{self.devices} in one host"

@@ -132,11 +132,16 @@ class Hardware:
         half = self.update_half_bytes_s if dtype in HALVES else None
         return size / (half or self.update_bytes_s or HOST_MEMORY) + self.launch_s
 
+    @property
+    def wires(self) -> tuple[Link, ...]:
+        """The levels, or the one that is taken where nobody has said any."""
+        return self.levels or (GPU_LINK if self.memory else CPU_LINK,)
+
     def links(self, mesh: Mesh) -> Links:
         """The wires of a mesh whose last axis is the fastest: each axis has the innermost level in which its ranks
         lie.  Several ranks of a group in one host reach other hosts by as many wires at once, up to what they reach
         each other by; so do ranks of each level those of the next."""
-        levels = self.levels or (GPU_LINK if self.memory else CPU_LINK,)
+        levels = self.wires
         named, stride = dict[str, Link](), 1
         for axis in reversed(mesh.axes):
             ranks = stride * mesh[axis]  # one behind the other, of which a group is some
@@ -160,8 +165,7 @@ def _wires(levels: Sequence[Link], stride: int) -> Link:
 def with_link(hardware: Hardware, mesh: Mesh, axis: str, link: Link) -> Hardware:
     """The same, whose wire along an axis is as was measured."""
     name = hardware.links(mesh).of((axis,)).name
-    levels = hardware.levels or (GPU_LINK if hardware.memory else CPU_LINK,)
-    return replace(hardware, levels=tuple(link if level.name == name else level for level in levels))
+    return replace(hardware, levels=tuple(link if level.name == name else level for level in hardware.wires))
 
 
 def rate(curve: Curve, work: float) -> float:

@@ -108,7 +108,7 @@ class Correction:
                 start_s=level.start_s * w,
                 measured=tuple((name, k, bytes_s / w, start_s * w) for name, k, bytes_s, start_s in level.measured),
             )
-            for level in hardware.levels
+            for level in hardware.wires
         )
         return replace(
             hardware,
@@ -120,6 +120,10 @@ class Correction:
             rates={name: slower(curve) for name, curve in hardware.rates.items()},
             levels=levels,
         )
+
+    def before(self, computing_s: float, waiting_s: float) -> tuple[float, float]:
+        """What the figures alone say, of what is predicted with them corrected."""
+        return computing_s / self.computing, waiting_s / self.waiting
 
     def __str__(self) -> str:
         """For people: computing takes 1.20 times, messages 0.90 times what figures say, as in 7 runs here"""
@@ -191,13 +195,18 @@ def basis_of(hardware: Hardware) -> str:
     return hashlib.sha256(repr(replace(hardware, levels=())).encode()).hexdigest()[:12]
 
 
+def is_corrected() -> bool:
+    """May predictions be corrected?  MYCEL_UNCORRECTED, of anything: no."""
+    return not os.environ.get("MYCEL_UNCORRECTED")
+
+
 def correction(device: str, ranks: int, basis: str) -> Correction | None:
     """What runs of as many ranks on such a device, predicted by the same figures, took; the middle of them, and no more
     than `FAR`: what is further off is no matter of rates.  Several ranks are told apart by their waiting where a rank
     alone has run."""
     runs = [run for run in _of_device(device) if run.basis == basis and run.computing_s > 0][-LAST:]
     mine = [run for run in runs if run.ranks == ranks]
-    if not mine:
+    if not mine or not is_corrected():
         return None
     alone = [run for run in runs if run.ranks == 1] if ranks > 1 else []
     if not alone:

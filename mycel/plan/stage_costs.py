@@ -12,6 +12,8 @@ from mycel.plan.clock import Clock, StreamShare, Times
 from mycel.plan.links import Link
 from mycel.plan.schedule import KINDS, PipelineSchedule, StageCosts, step_name, timeline
 
+BUBBLE = "bubble"  # a share of a step's seconds
+
 
 def step_seconds(clock: Clock, program: Program, kind: str, stage: int, compiled: Collection[str]) -> float:
     """One step of a stage: its block, and adding what it gives to the sums over microbatches."""
@@ -46,7 +48,7 @@ def beside_each_other(schedule: PipelineSchedule, costs: StageCosts, alone: Sequ
     bubble = line.seconds - max(line.work)
     stages = [", ".join(map(str, schedule.stages_of(rank))) for rank in range(len(alone))]
     where = f"{fullest.at or 'in the update'}, of stage {stages[list(alone).index(fullest)]}"
-    shares = {**busiest.parts, "bubble": StreamShare(bubble, bubble)}
+    shares = {**busiest.parts, BUBBLE: StreamShare(bubble, bubble)}
     return replace(
         fullest,
         seconds=line.seconds + around,

@@ -29,8 +29,8 @@ from mycel.errors import CheckpointError
 NAME = ".lock"
 SHOWN = 4  # names of files in an error message
 OWN = (  # of a run, besides its metrics
-    NAME, "config.yaml", "checkpoints", "tensorboard", "curve.png", "model", "logs", "predicted.json", "trace.json",
-    "schedule.html", "experts.jsonl", "experts.png",
+    NAME, "config.yaml", "checkpoints", "tensorboard", "curve.png", "model", "logs", "corrections.json",
+    "predicted.json", "trace.json", "schedule.html", "experts.jsonl", "experts.png",
     "exported", "exported-safetensors", "exported-onnx", "exported-program",  # by `mycel export`
 )  # fmt: skip
 

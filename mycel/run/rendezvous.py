@@ -137,6 +137,19 @@ def say_once(error: Exception, say: Callable[[], None]) -> None:
             _comes_true(lambda: store.add(f"{key}/heard", 0) >= place.world)
 
 
+def from_first(make: Callable[[], str]) -> str:
+    """What rank 0 makes, on all ranks of this world, which need not have met before; all call this equally often."""
+    place = seat()
+    if place.world == 1:
+        return make()
+    meeting = Rendezvous(place)
+    if place.rank == 0:
+        text = make()
+        meeting.store.set("first", text)
+        return text
+    return meeting._get(meeting.store, "first", "rank 0").decode()
+
+
 def speaker_key(rank: int) -> str:
     """Where the store has who has said the error of this rank, if it ended with one that is said."""
     return f"speaker/{rank}"

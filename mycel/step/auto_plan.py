@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mycel.corrections import Corrections
 from mycel.errors import TrainError
 from mycel.ir import Mesh
 from mycel.plan import Plan, hardware_of
@@ -21,12 +22,13 @@ from mycel.search_space import AXES
 from mycel.shallow import Make
 
 
-def ranks_of(device: str, count: int) -> Cluster:
-    """So many processes, each with a device, on one host or on several."""
+def ranks_of(device: str, count: int, corrections: Corrections) -> Cluster:
+    """So many processes, each with a device, on one host or on several; corrected by what earlier runs of them took."""
     kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
     hardware = hardware_of(torch.device(kind))
     local = ranks_of_a_host(count, hardware)
-    return Cluster("the ranks of this run", hardware, local, count // local, hardware.half)
+    cluster = Cluster("the ranks of this run", hardware, local, count // local, hardware.half)
+    return cluster.corrected_by(corrections.of(hardware, count))
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Undecided:
         compiled: bool,
         splits: bool,
         cuts: bool,
+        corrections: Corrections,
     ) -> Plan:
         """The fastest plan that fits; `splits`: may parameters and their state lie in parts?  `cuts`: may it be a
         pipeline?"""
@@ -63,7 +66,9 @@ class Undecided:
         given |= {} if cuts else {"stages": 1}
         if not splits:
             given |= {"mesh": given.get("mesh", {"dp": self.world}), "zero": 0}
-        answer = Search(model, optimizer, make, ranks_of(device.type, self.world), memory, given, compiled).run()
+        answer = Search(
+            model, optimizer, make, ranks_of(device.type, self.world, corrections), memory, given, compiled
+        ).run()
         assert answer.best is not None and answer.best.plan is not None
         return answer.best.plan.given
 

@@ -15,6 +15,7 @@ import torch
 
 from mycel import lower, optimizers, plan, transform
 from mycel.capture import Captured, meshed
+from mycel.corrections import Corrections
 from mycel.errors import PlanError
 from mycel.feed import Arguments, Feed, feed_of, without_host_data
 from mycel.forward import device_of
@@ -81,6 +82,7 @@ class StepCompiler:
         self.grad_norm: torch.Tensor | None = None
         self.steps = 0  # taken, skipped ones among them
         self._all_steps = 0  # the same, of all that led to this state
+        self.corrections = Corrections()
         self.link = PricedLink()
         self._counters = Counters()
         self.loads = ExpertLoads(self._counters)
@@ -116,7 +118,7 @@ class StepCompiler:
 
         chosen = self.undecided.search(
             self.model, self.optimizer, make, device, s.budget, s.accumulate, s.compiles(device),
-            self.updating.by_rule, s.outputs != "local",
+            self.updating.by_rule, s.outputs != "local", self.corrections,
         )  # fmt: skip
         self.undecided, self._was_searched = None, True
         self._spread(chosen)
@@ -263,11 +265,15 @@ class StepCompiler:
 
     def _hardware(self, device: torch.device) -> plan.Hardware:
         """What there is, as far as it is known or was measured."""
-        known = plan.hardware_of(device)
+        known = self.corrected_hardware(device)
         if device.type == "cuda" and self.parts is None:  # ranks that share a host must come to the same plan
             lives = sum(home.nbytes for home in self.host.space.homes.values()) if self.host.space is not None else 0
             known = replace(known, host_memory=int(ROOM * (available() + lives)))
         return self.link.known(known, self.written)
+
+    def corrected_hardware(self, device: torch.device) -> plan.Hardware:
+        """What is known of it, corrected by what earlier runs took."""
+        return self.corrections.hardware(device, self.written.mesh.world if self.written is not None else 1)
 
     def _given(self) -> plan.Plan:
         """The plan for the next signature of the batch: decisions hold for the first one."""

@@ -221,7 +221,10 @@ class Step(StepCompiler):
         """The loss of a batch (or what `fn` makes of it with the model), under the plan, without a step;
         `changed`: what becomes of it once it is captured."""
         strict, host = self.settings.strict, self.host
-        return Forward(fn or self.fn, self.model, self._prepared, self.parts, strict=strict, host=host, changed=changed)
+        return Forward(
+            fn or self.fn, self.model, self._prepared, self.parts, strict=strict, host=host, changed=changed,
+            hardware_of=self.corrected_hardware,
+        )  # fmt: skip
 
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         """The loss of a batch (with `outputs`, and these) in evaluation mode, without a step; under the plan."""
@@ -235,7 +238,10 @@ class Step(StepCompiler):
     def _evaluating(self) -> Forward:
         """The loss of a batch, and with `outputs` these, as a step gives them."""
         local = self.settings.outputs == "local"
-        return Forward(self.whole_fn, self.model, self._prepared, self.parts, local, self.settings.strict, self.host)
+        return Forward(
+            self.whole_fn, self.model, self._prepared, self.parts, local, self.settings.strict, self.host,
+            hardware_of=self.corrected_hardware,
+        )  # fmt: skip
 
     # -- experts -------------------------------------------------------------------------------------------------
 
@@ -428,7 +434,8 @@ class Step(StepCompiler):
 
     def explain(self) -> str:
         """What runs, and why."""
-        return explained(self._entry(), self.settings, self.device, self.parts, self.traced, self.link.count)
+        hardware = self.corrected_hardware(self.device)
+        return explained(self._entry(), self.settings, hardware, self.device, self.parts, self.traced, self.link.count)
 
 
 class _Adding(Step):

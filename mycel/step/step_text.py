@@ -17,6 +17,7 @@ from mycel.step.step_trace import StepTrace
 def explained(
     entry: CompiledStep,
     asked: Settings,
+    hardware: plan.Hardware,
     device: torch.device,
     parts: ShardedModel | None,
     traced: StepTrace | None,
@@ -31,7 +32,7 @@ def explained(
     if device.type == "cuda":
         lines.append(f"measured peak    {shown(torch.cuda.max_memory_allocated(device))}")
         lines.append(f"runs as          {entry.replayed or 'calls from Python'}")
-    lines += _travels(entry, device, in_parts=asked.accumulate > 1 and entry.lowered.pipeline is None)
+    lines += _travels(entry, hardware, in_parts=asked.accumulate > 1 and entry.lowered.pipeline is None)
     foreign = sorted({e.params["target"] for b in entry.program.blocks.values() for e in b.eqns if e.op.foreign})
     lines += [f"as torch has it  {', '.join(foreign)}"] if foreign else []
     lines += islands_text(entry.islands, entry.timed.seconds if entry.timed is not None else 0.0)
@@ -58,12 +59,11 @@ def explained(
     return "\n".join([*lines, "", lower.explain(spread)])
 
 
-def _travels(entry: CompiledStep, device: torch.device, in_parts: bool) -> list[str]:
+def _travels(entry: CompiledStep, hardware: plan.Hardware, in_parts: bool) -> list[str]:
     """What it moves between host and device, one line for each value; and why nothing of a kind that its plan has
     there."""
     texts = list(plan.staying(entry.program, entry.plan.offload, in_parts))
     if moves(entry.program):
-        hardware = plan.hardware_of(device)
         clock = plan.Clock(hardware, hardware.links(entry.plan.mesh), moves=True)
         texts = [*map(str, plan.travels(entry.program, clock, entry.lowered.regions)), *texts]
     return [f"{'moved' if i == 0 else '':<16} {text}" for i, text in enumerate(texts)]

@@ -165,7 +165,7 @@ def _step(
     optimizer: torch.optim.Optimizer,
     loss: Callable[..., Any] | None = None,
 ) -> Step:
-    return train_step(
+    step = train_step(
         module,
         optimizer,
         loss,
@@ -178,6 +178,8 @@ def _step(
         compile=config.train.compile,
         expert_load=True,
     )
+    step.corrections = team.corrections
+    return step
 
 
 def _cuts(

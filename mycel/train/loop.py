@@ -3,6 +3,7 @@
     Config ─▶ parts ─▶ (checkpoint) ─▶ step prepared ─▶ run folder ─▶ what will run ─▶ steps ─▶ curve, model, sample
 
     RUN/config.yaml                 what it was started with; `--resume RUN` reads it
+    RUN/corrections.json            what earlier runs took, as its plan was priced; so does it
     RUN/metrics.jsonl, tensorboard  what was measured
     RUN/checkpoints                 states to go on from
     RUN/curve.png, model            made at the end
@@ -28,9 +29,10 @@ from typing import Any
 
 from rich.console import Console
 
+from mycel.corrections import Corrections
 from mycel.errors import CheckpointError, PlanError, TrainError
 from mycel.ir import Mesh
-from mycel.plan import Measured, hardware_of, write_down
+from mycel.plan import Measured, hardware_of, is_corrected, write_down
 from mycel.plan.decide import LESS
 from mycel.run.checkpoint import Loaded, Saver, best, latest, load_latest, load_latest_parts
 from mycel.run.folder import RunFolder, explain, refuse_in_use, refuse_strange, refuse_unwritable, refuse_used
@@ -60,6 +62,7 @@ BROKEN = 3  # steps skipped at the end of a run, in a row: one or two are what l
 MANY_RANKS = 8  # of more, peaks are told as the least and the most
 LEDGER = "predicted.json"  # of a step: predicted and measured
 CHECKPOINTS = "checkpoints"
+CORRECTIONS = "corrections.json"
 
 Load = Callable[[Assembly], tuple[Loaded, list[str]]]  # a checkpoint, for the parts of a run, and what was passed over
 
@@ -113,7 +116,7 @@ class Run:
     def run(self, held: ExitStack) -> int:
         """All of it; what is entered into `held` is left at the end, however that comes."""
         self.config, task_note = with_task(self.config)
-        self.team = held.enter_context(team(self.config))
+        self.team = held.enter_context(team(self.config, self._begun_with()))
         if (resume := self.resume) and not self.dry_run:
             self.folder = self._claimed(held, lambda: RunFolder(resume, resume=True))
         if resume and (done := self.team.first(lambda: self._finished(resume))):
@@ -137,6 +140,7 @@ class Run:
             if self.team.processes is not None and self.team.processes.meeting is not None:
                 self.team.processes.meeting.name_run(self.folder)
             _write(self.folder / "config.yaml", settings)
+            _write(self.folder / CORRECTIONS, json.dumps(self.team.corrections.data(), indent=1) + "\n")
         steps = self._steps(parts, loaded, settings)
         if steps.stop is not None:
             self.progress.note(self.where_it_stands())
@@ -145,6 +149,17 @@ class Run:
         if code and self.team.processes is not None and self.team.processes.meeting is not None:
             self.team.processes.meeting.has_said()
         return code
+
+    def _begun_with(self) -> Corrections | None:
+        """Of a run that goes on, by what its plan was priced."""
+        file = self.resume / CORRECTIONS if self.resume else None
+        if file is None or not file.is_file() or not is_corrected():
+            return None
+        try:
+            return Corrections.read(json.loads(file.read_text()))
+        except (OSError, ValueError, TypeError, AttributeError):
+            self._note(f"what the run was priced by cannot be read, it is priced anew\n  at        {file}")
+            return None
 
     def _claimed(self, held: ExitStack, claim: Callable[[], RunFolder]) -> Path:
         """The folder that rank 0 has locked for all."""

@@ -1,6 +1,6 @@
 """What a step is expected to take on this machine, said before the first: by what `mycel probe` measured; where nobody
-ran it, by a short look at the processor.  That look decides nothing: plans are made of presets, the same at each start.
-Nor does what earlier runs took against predictions that rested on the same, by which this one is corrected.
+ran it, by a short look at the processor.  That look decides nothing: plans are made of presets.  What earlier runs took
+against predictions that rested on the same figures corrects these (`corrections.py`).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mycel.plan import (
+    BUBBLE,
     COMPUTE,
     Clock,
     Correction,
@@ -47,19 +48,16 @@ class Outlook:
         known = [f"corrected: {self.correction}"] if self.correction is not None else []
         return "; ".join([f"{whole} a step{shared}", *([self.basis] if self.basis else []), *known])
 
-    def corrected(self, hardware: Hardware, ranks: int, figures: str) -> Outlook:
-        """By what earlier runs took that were predicted by the same figures."""
-        seconds, parts = self.predicted.seconds, self.predicted.parts
-        computing_s = parts[COMPUTE][0] if COMPUTE in parts else seconds
+    @staticmethod
+    def of(
+        predicted: Predicted, known: Correction | None, hardware: Hardware, figures: str, basis: str = ""
+    ) -> Outlook:
+        """Of what is predicted by figures that were corrected so.  A bubble is computing of others."""
+        seconds, parts = predicted.seconds, predicted.parts
+        computing_s = sum(parts[name][0] for name in (COMPUTE, BUBBLE) if name in parts) or seconds
         before = (computing_s, max(0.0, seconds - computing_s))
-        known = correction(hardware.name, ranks, figures)
-        if known is None:
-            return replace(self, figures=figures, before=before, hardware=hardware)
-        times = {name: known.computing if name == COMPUTE else known.waiting for name in parts}
-        slower = {name: (times[name] * total, times[name] * exposed) for name, (total, exposed) in parts.items()}
-        predicted = replace(self.predicted, seconds=known.seconds(*before), parts=slower)
-        said = replace(self, predicted=predicted, figures=figures, before=before, correction=known)
-        return replace(said, hardware=hardware)
+        before = before if known is None else known.before(*before)
+        return Outlook(predicted, basis, figures, before, known, hardware)
 
 
 def outlook(parts: Assembly) -> Outlook | None:
@@ -68,16 +66,18 @@ def outlook(parts: Assembly) -> Outlook | None:
     plan = step.plan
     if plan.predicted is None:
         return None
-    known = hardware_of(parts.device)
-    if plan.is_pipeline or plan.place or plan.synced():
-        return Outlook(plan.predicted)
-    if (seen := hardware_now(parts.device)) is None:
-        return Outlook(plan.predicted).corrected(known, ranks, basis_of(known))
-    now = Predicted.of(Clock(seen, seen.links(plan.mesh))(step.program), plan.budget, plan.predicted.gap)
+    hardware = hardware_of(parts.device)
+    seen = None if plan.is_pipeline or plan.place or plan.synced() else hardware_now(parts.device)
+    if seen is None:
+        known = step.corrections.of(hardware, ranks)
+        return Outlook.of(plan.predicted, known, hardware, basis_of(hardware))
+    known = correction(seen.name, ranks, LOOK)
+    slower = seen if known is None else known.applied(seen)
+    now = Predicted.of(Clock(slower, slower.links(plan.mesh))(step.program), plan.budget, plan.predicted.gap)
     links = f" (its links are guessed: mycel probe --nproc {ranks})" if ranks > 1 else ""
     predicted = replace(plan.predicted, seconds=now.seconds, parts=now.parts)
     basis = f"by a short look at this processor{links or ': mycel probe takes a longer one'}"
-    return Outlook(predicted, basis).corrected(seen, ranks, LOOK)
+    return Outlook.of(predicted, known, seen, LOOK, basis)
 
 
 def hardware_now(device: torch.device) -> Hardware | None:

@@ -16,7 +16,7 @@ import json
 import os
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from signal import Signals
@@ -25,6 +25,7 @@ from typing import Any, Self
 
 import torch
 
+from mycel.corrections import Corrections
 from mycel.errors import PlanError
 from mycel.ir import Mesh
 from mycel.plan import STAGE_AXIS, Plan, probe_text
@@ -51,6 +52,7 @@ class Team:
     share: Callable[[str], Sequence[str]] = lambda text: [text]
     savers: MeshProcess = ALONE  # for checkpoints: they are written by another thread, through a connection of its own
     name: str = ""  # of the plan, for people
+    corrections: Corrections = field(default_factory=Corrections)  # of what it is priced by
 
     def __str__(self) -> str:
         if self.plan is None:
@@ -101,12 +103,13 @@ class Team:
             self.processes.close(error)
 
 
-def team(config: Config) -> Team:
+def team(config: Config, corrections: Corrections | None = None) -> Team:
     """The ranks that the environment and the configuration speak of, once all are there and agree on what they are
-    about to do."""
+    about to do; `corrections`: those of rank 0 where a run goes on."""
+    corrections = corrections or Corrections()
     parallel, count = config.parallel, seat().world
     if _is_searched(parallel, count):
-        plan, name = _searched(config, count) if count > 1 else (None, "")
+        plan, name = _searched(config, count, corrections) if count > 1 else (None, "")
         mesh = plan.mesh if plan is not None else Mesh()
     elif (several := _of_several_programs(parallel)) is not None:
         plan, name, mesh = several, _name(parallel, several.mesh), several.mesh
@@ -115,7 +118,7 @@ def team(config: Config) -> Team:
         _refuse_unknown_names(parallel, mesh)
         plan, name = (_plan(parallel, mesh), _name(parallel, mesh)) if mesh.axes and mesh.world == count else (None, "")
     if mesh.world == count == 1:
-        return Team(mesh, plan, name=name)
+        return Team(mesh, plan, name=name, corrections=corrections)
     processes = world(mesh, config.train.device if config.train.device in ("auto", "cpu") else "cuda")
     try:
         facts = {
@@ -134,7 +137,9 @@ def team(config: Config) -> Team:
         )
         assert processes.meeting is not None
         savers = MeshProcess(mesh, processes.rank, Shares(processes.meeting, "saves"))
-        return Team(mesh, plan, processes, Shares(processes.meeting, "loop", processes.watch), savers, name)
+        return Team(
+            mesh, plan, processes, Shares(processes.meeting, "loop", processes.watch), savers, name, corrections
+        )
     except BaseException as error:
         processes.close(error)
         raise
@@ -150,12 +155,12 @@ def _is_searched(parallel: Parallel, count: int) -> bool:
     )
 
 
-def _searched(config: Config, count: int) -> tuple[Plan, str]:
+def _searched(config: Config, count: int, corrections: Corrections) -> tuple[Plan, str]:
     """The fastest plan for so many ranks, which each of them finds; its name for people."""
     from mycel.step.auto_plan import ranks_of
     from mycel.train import planner
 
-    answer = planner.question(config, ranks_of(config.train.device, count)).run()
+    answer = planner.question(config, ranks_of(config.train.device, count, corrections)).run()
     best = answer.best
     assert best is not None and best.plan is not None
     return best.plan.given, f"{AUTO} ({best.shape}; {span(best.seconds)} a step predicted)"
