@@ -14,13 +14,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from mycel import plan
 from mycel.plan import Correction, Hardware
-from mycel.run.rendezvous import from_first
+from mycel.run.rendezvous import from_first, ranks_on_a_host
 
 
 @dataclass
@@ -31,9 +32,18 @@ class Corrections:
     known: dict[str, Correction | None] = field(default_factory=dict)
 
     def hardware(self, device: torch.device, ranks: int) -> Hardware:
-        figures = plan.hardware_of(device)
+        figures = self.figures(device, ranks)
         known = self.of(figures, ranks)
         return figures if known is None else known.applied(figures)
+
+    def figures(self, device: torch.device, ranks: int) -> Hardware:
+        """The same without what runs took."""
+        return plan.hardware_of(device, self.ranks_on_a_host if ranks > 1 else 0)
+
+    @cached_property
+    def ranks_on_a_host(self) -> int:
+        """The same number on all, also where hosts have different ones; 0: nobody says."""
+        return ranks_on_a_host()
 
     def of(self, figures: Hardware, ranks: int) -> Correction | None:
         basis = plan.basis_of(figures)

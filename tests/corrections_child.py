@@ -48,7 +48,9 @@ cluster = ranks_of("cpu", 2, step_of(PLANS["dp"]).corrections)
 assert cluster.correction is not None and abs(cluster.correction.computing - 2) < 1e-9, cluster
 os.environ["MYCEL_UNCORRECTED"] = "1" if rank == "0" else ""
 for name, plan in PLANS.items():
-    torch.testing.assert_close(slower[name], 2 * predicted(plan), rtol=1e-6, atol=0.0, msg=lambda text: f"{name}: {text}")
+    torch.testing.assert_close(
+        slower[name], 2 * predicted(plan), rtol=1e-6, atol=0.0, msg=lambda text: f"{name}: {text}"
+    )
 step = step_of("auto")
 loss = step(x, y)
 step.evaluate(x, y)

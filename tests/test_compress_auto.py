@@ -23,7 +23,7 @@ AUTO = {"batch": ["dp"], "compress": {"dp": "auto"}}
 def chosen(link: Link, monkeypatch, plan: Any = None, hardware: Any = None) -> tuple[Plan, str]:
     """What `auto` comes to over such a link, and the program it makes, or those of all stages."""
     hardware = hardware or replace(CPU, levels=(link,))
-    monkeypatch.setattr("mycel.plan.hardware_of", lambda device: hardware)
+    monkeypatch.setattr("mycel.plan.hardware_of", lambda device, local=0: hardware)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512))
     plan = plan or Plan.read({"mesh": {"dp": 2}, **AUTO})

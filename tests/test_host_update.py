@@ -310,7 +310,7 @@ def test_the_clock_says_where_an_update_is_faster(monkeypatch):
     """What was not measured is not believed; a host that is faster than the wire takes the update, a slow one not."""
 
     def decided(hardware, **more):
-        monkeypatch.setattr("mycel.plan.hardware_of", lambda device: hardware)
+        monkeypatch.setattr("mycel.plan.hardware_of", lambda device, local=0: hardware)
         offload = {"parameters": "host", "optimizer": "host", **more}
         return both(Stack, adamw(), plan={"offload": offload}).step.prepare(**tokens()).plan
 
@@ -326,7 +326,7 @@ def test_host_and_device_share_updates_where_both_are_as_slow(monkeypatch):
     wire, living = replace(CPU, host_bytes_s=1e8), {"parameters": "host", "optimizer": "host"}
     steps = {}
     for update in ("auto", "device", "host"):
-        monkeypatch.setattr("mycel.plan.hardware_of", lambda device: replace(wire, update_bytes_s=3e8))
+        monkeypatch.setattr("mycel.plan.hardware_of", lambda device, local=0: replace(wire, update_bytes_s=3e8))
         steps[update] = trained({**living, "update": update})
         monkeypatch.undo()
     step, values = steps["auto"]

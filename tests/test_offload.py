@@ -497,7 +497,7 @@ def test_nothing_is_moved_that_is_computed_again_cheaper(monkeypatch):
     and less is computed again: what comes back is read in backward, and was not made there."""
 
     def plan_of(wire):
-        monkeypatch.setattr("mycel.plan.hardware_of", lambda device: replace(CPU, host_bytes_s=wire))
+        monkeypatch.setattr("mycel.plan.hardware_of", lambda device, local=0: replace(CPU, host_bytes_s=wire))
         return both(small_llama, adamw(), plan={"offload": {"activations": "auto"}}, memory=budget).step.prepare(
             **tokens()
         )

@@ -1,6 +1,7 @@
 """The probe measures, and planning can read what it wrote."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from mycel.cli import app
 from mycel.ir import OPS, Mesh
 from mycel.launch import launch
 from mycel.plan import CPU, hardware_of
+from mycel.plan.cluster import Cluster
 from mycel.plan.hardware import probed
 from mycel.plan.links import Link, fitted
 from mycel.run import probe as measuring
@@ -91,6 +93,32 @@ def test_processes_measure_the_links_between_them(tmp_path):
     assert {name for name, *_ in level.measured} == set(measuring.COLLECTIVES)
     assert {k for points in data["messages"].values() for k, _, _ in points} == {2, 4}
     assert device.links(Mesh(dp=2, tp=2)).levels == ("host",)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes, host", [((2, 2), 2), ((2, 1, 1), 1)])
+def test_processes_on_several_hosts_measure_the_links_between_them(sizes, host, tmp_path):
+    """As torchrun starts them, also on hosts of different sizes, of which parts that are all as large count as hosts;
+    what is planned by the file afterwards is the same on all ranks, and computes what one device does."""
+    file, child = tmp_path / "probe.yaml", str(Path(__file__).parent / "probe_child.py")
+    (tmp_path / "tiny.yaml").write_text(
+        yaml.safe_dump({k: [list(x) if isinstance(x, tuple) else x for x in v] for k, v in TINY.items()})
+    )
+    local = ",".join(str(n) for n in sizes for _ in range(n))
+    env = {"OMP_NUM_THREADS": "1", "MYCEL_TIMEOUT": "100", "LOCAL_SIZES": local, "TINY": str(tmp_path / "tiny.yaml")}
+    logs = tmp_path / "logs"
+    code = launch(["probe", "--device", "cpu", "--out", str(file)], 4, program=[child], env=env, logs=logs)
+    assert code == 0, "\n".join(x.read_text() for x in sorted(logs.rglob("*")) if x.is_file())
+    levels = {level["name"]: level for level in yaml.safe_load(file.read_text())["levels"]}
+    assert {name: level["ranks"] for name, level in levels.items()} == ({"host": host} if host > 1 else {}) | {
+        "network": 4
+    }
+    groups = {name: {k for points in x["messages"].values() for k, *_ in points} for name, x in levels.items()}
+    assert groups == ({"host": {2}} if host > 1 else {}) | {"network": {4 // host, 4}}
+    cluster = Cluster.read(file)
+    assert (cluster.devices, cluster.hosts, cluster.world) == (host, 4 // host, 4)
+    links = cluster.hardware.links(Mesh(dp=4 // host, tp=host))
+    assert links.of(("dp",)).name == "network" and (host == 1 or links.of(("tp",)).name == "host")
 
 
 def test_a_file_that_cannot_be_written_is_found_before_measuring(tmp_path, monkeypatch):

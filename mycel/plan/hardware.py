@@ -244,9 +244,9 @@ def preset_of(device: str) -> Hardware:
     return replace(KNOWN.get(known_name(device) or "", OTHER), name=device)
 
 
-def hardware_of(device: torch.device) -> Hardware:
+def hardware_of(device: torch.device, local: int = 0) -> Hardware:
     """What is known of a device: the preset, and over it what was measured of a device of this name; its wires as the
-    ranks of this run lie on hosts."""
+    ranks of this run lie on hosts, `local` on each: where 0, as this host says."""
     if device.type != "cuda":
         known = probed(preset_of(CPU.name), probe_text())
     else:
@@ -254,7 +254,7 @@ def hardware_of(device: torch.device) -> Hardware:
         known = probed(replace(preset_of(properties.name), memory=properties.total_memory), probe_text())
     text = os.environ.get("WORLD_SIZE", "")
     world = int(text) if text.isdigit() else 1
-    return on_hosts(known, ranks_of_a_host(world, known), world)
+    return on_hosts(known, local or ranks_of_a_host(world, known), world)
 
 
 def ranks_of_a_host(world: int, known: Hardware) -> int:

@@ -4,7 +4,7 @@ of ranks.
 
     mycel probe                         this device
     mycel probe --nproc 4               and the links between four processes, all of which compute at once: as they will
-    torchrun … -m mycel probe           and between hosts
+    torchrun … -m mycel probe           and between hosts; where these differ in size, between parts of them as large
 
 Ranks do the same things at the same time, and the numbers are their mean; where they share cores, those of a typical
 round and not of the luckiest, and messages are sent between computing.  A curve is a list of [work, work a second],
@@ -15,7 +15,6 @@ use.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import threading
 import time
@@ -33,7 +32,7 @@ from mycel.run.allocator import keep_freed_memory
 from mycel.run.brief_probe import KERNELS, small_operators
 from mycel.run.host_space import update_thread
 from mycel.run.processes import Processes, world
-from mycel.run.rendezvous import seat
+from mycel.run.rendezvous import ranks_on_a_host, seat
 
 # a number is the least of so many rounds, each of at least so long: what else a machine does only adds to it
 ROUNDS, LEAST_S = 7, 0.01
@@ -77,11 +76,11 @@ def probe(device: str | torch.device = "auto", say: Callable[[str], None] = lamb
     """Everything, as plain data; on all ranks of this world at once.  `say` is told what is measured."""
     keep_freed_memory()  # as a step does
     mine = seat()
-    local = int(os.environ.get("LOCAL_WORLD_SIZE") or mine.world)
+    local = ranks_on_a_host() or mine.world
     ranks = world(_mesh(mine.world, local), device)
     try:
         with torch.no_grad():
-            measurements = Probe(ranks, say).run(min(local, mine.world))
+            measurements = Probe(ranks, say).run(local)
     except BaseException as error:
         ranks.close(error)
         raise

@@ -23,6 +23,7 @@ import errno
 import hashlib
 import ipaddress
 import json
+import math
 import os
 import socket
 import sys
@@ -148,6 +149,20 @@ def from_first(make: Callable[[], str]) -> str:
         meeting.store.set("first", text)
         return text
     return meeting._get(meeting.store, "first", "rank 0").decode()
+
+
+def ranks_on_a_host() -> int:
+    """Of this world, as whoever started its ranks says; where hosts differ, of parts of them that are all as large, and
+    none of which lies on two; 0: that is not said.  The ranks of a host are numbered one behind the other."""
+    place, said = seat(), os.environ.get("LOCAL_WORLD_SIZE", "")
+    if place.world == 1:
+        return 0
+    meeting, keys = Rendezvous(place), [f"local/{rank}" for rank in range(place.world)]
+    meeting.store.set(keys[place.rank], said if said.isdigit() else "0")
+    missing = lambda: [rank for rank, key in enumerate(keys) if not meeting.store.check([key])]
+    meeting.until(lambda: meeting.store.check(keys), "LOCAL_WORLD_SIZE of each rank", missing)
+    largest = math.gcd(*(int(text) for text in meeting.store.multi_get(keys)))
+    return math.gcd(place.world, largest) if largest else 0
 
 
 def speaker_key(rank: int) -> str:

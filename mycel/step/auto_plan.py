@@ -13,7 +13,7 @@ import torch
 from mycel.corrections import Corrections
 from mycel.errors import TrainError
 from mycel.ir import Mesh
-from mycel.plan import Plan, hardware_of
+from mycel.plan import Plan
 from mycel.plan.cluster import Cluster
 from mycel.plan.hardware import ranks_of_a_host
 from mycel.run.rendezvous import seat
@@ -25,8 +25,8 @@ from mycel.shallow import Make
 def ranks_of(device: str, count: int, corrections: Corrections) -> Cluster:
     """So many processes, each with a device, on one host or on several; corrected by what earlier runs of them took."""
     kind = "cuda" if device != "cpu" and torch.cuda.is_available() else "cpu"
-    hardware = hardware_of(torch.device(kind))
-    local = ranks_of_a_host(count, hardware)
+    hardware = corrections.figures(torch.device(kind), count)
+    local = corrections.ranks_on_a_host or ranks_of_a_host(count, hardware)
     cluster = Cluster("the ranks of this run", hardware, local, count // local, hardware.half)
     return cluster.corrected_by(corrections.of(hardware, count))
 

@@ -143,7 +143,7 @@ class StepCompiler:
         whole, data = (args, kwargs), (args, kwargs)
         if parts is not None:
             args, kwargs = data = parts.own_batch(args, kwargs)
-            self.link.measure(parts, self._given(), device)
+            self.link.measure(parts, self._given(), device, lambda: self.corrected_hardware(device))
         args, kwargs = without_host_data(args, kwargs, device)
         with self.host.shown(), parts.whole() if parts is not None else contextlib.nullcontext():
             unsharded, decided, done = self._planned(args, kwargs, data)

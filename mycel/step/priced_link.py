@@ -5,6 +5,7 @@ Now and then all ranks ask whether it is still as fast; if it is not for most, t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -29,14 +30,16 @@ class PricedLink:
     watch: LinkWatch | None = None
     count: int = 1  # how often it was measured and the plan priced by it
 
-    def measure(self, parts: ShardedModel, given: plan.Plan, device: torch.device) -> None:
-        """How fast it is now, once, where `given` leaves it to us how gradients travel."""
+    def measure(
+        self, parts: ShardedModel, given: plan.Plan, device: torch.device, known: Callable[[], plan.Hardware]
+    ) -> None:
+        """How fast it is now, once, where `given` leaves it to us how gradients travel; `known`: of the device."""
         chosen = given.compressed()
         if chosen is None or not chosen.auto or self.link is not None:
             return
         if parts.ranks is None:
             parts.meet(world(parts.written.mesh, device))
-        like = plan.hardware_of(device).links(mesh_along(given, chosen.axis)).of((chosen.axis,))
+        like = known().links(mesh_along(given, chosen.axis)).of((chosen.axis,))
         messages = timed_messages(parts.ranks, chosen.axis)
         self.axis, self.link = chosen.axis, fitted(like.name, like.ranks, like.busy, messages)
         self.codec_rates = timed_codecs(parts.ranks, chosen.codecs())
