@@ -132,15 +132,20 @@ def nothing_fits(search: Searching, ranked: Sequence[Candidate]) -> PlanError:
 
 
 def _that_fit(search: Searching, ranked: Sequence[Candidate], nearest: Candidate) -> Iterator[str]:
-    """What is given left to the search, more memory, a smaller batch, more devices: each tried, and as little of it as
-    is enough."""
-    for name in LEFT_TO_THE_SEARCH:
-        if search.is_given(name) and (best := search.otherwise(without=(name,)).first_fit()):
-            yield f"the plan without {name} ({best.shape})"
-    if (least := _least_memory(search, ranked)) is not None:
-        yield f"{shown(least[0])} a device ({least[1]})"
+    """What fits, each tried, and as little of it as is enough; what costs least comes first: another plan, the faster
+    before the slower; memory that the device has; a smaller batch, which is another training; a larger device; more of
+    them."""
+    given = [name for name in LEFT_TO_THE_SEARCH if search.is_given(name)]
+    without = [(name, best) for name in given if (best := search.otherwise(without=(name,)).first_fit())]
+    for name, best in sorted(without, key=lambda each: each[1].seconds):
+        yield f"the plan without {name} ({best.shape})"
+    least, there = _least_memory(search, ranked), search.cluster.memory or 0
+    memory = [f"{shown(least[0])} a device ({least[1]})"] if least is not None else []
+    is_there = least is not None and least[0] <= there
+    yield from memory if is_there else ()
     if search.held(nearest.shape) < (search.memory or 0) and (smaller := _smaller_batch(search, nearest)) is not None:
         yield smaller
+    yield from () if is_there else memory
     if (more := _fewest_hosts(search)) is not None:
         yield more
 

@@ -108,6 +108,23 @@ def test_what_is_given_and_in_the_way_is_named(name, tight):
         assert best.plan.recompute != "none"
 
 
+def test_what_costs_least_is_named_first(tight):
+    """Other plans, the fastest first; memory that the device has and the limit forbids; fewer rows; more devices.
+    Where the device has no more, fewer rows come before a larger one."""
+    memory, said = tight
+    changes = re.split(r", or ", said.split("  try       ")[1])
+    plans = [re.search(r"without (\w+)", each)[1] for each in changes if "without" in each]
+    given = {name: {k: v for k, v in FIXED.items() if k != name} for name in plans}
+    found = [of(Deep(4), tokens(), PAIRS, memory=memory, given=given[name]).first_fit() for name in plans]
+    times = [each.seconds for each in found]
+    assert len(times) > 3 and times == sorted(times) and times[0] < times[-1]
+    kinds = [r"the plan without"] * len(plans) + [r"a device \(", r"a batch of", r"devices \("]
+    assert len(changes) == len(kinds) and all(re.search(k, x) for k, x in zip(kinds, changes, strict=True)), changes
+    full = {**PAIRS, "device": {**SMALL, "memory": f"{memory >> 10}KiB"}}
+    said = refusal(of(Deep(4), tokens(), full, given=FIXED))
+    assert 0 < said.index("a batch of") < said.index("a device (") < said.index(" devices (")
+
+
 def test_microbatches_are_as_many_as_it_takes():
     """Also of a small program, of which one and two are looked at first."""
     given = {"mesh": {"dp": 2}, "zero": 0, "offload": "none", "recompute": "none"}

@@ -7,12 +7,15 @@ import itertools
 import random
 
 import pytest
-from tiny_plans import tiny_step
+import torch
+from tiny_plans import Tiny, TinyStep, tiny_step
 
 from mycel.errors import PlanError
 from mycel.plan import decide, ladder
+from mycel.plan.cluster import Cluster
 from mycel.search_order import GAIN
 from mycel.search_space import Shape
+from mycel.search_text import data
 
 CLOSE = 1 + 1e-6  # the same but for what a rounded cut may cost
 
@@ -48,6 +51,24 @@ def test_no_plan_of_all_within_a_limit_is_faster(seed):
     assert answer.bound <= min(least.seconds, told) and answer.best.peak <= limit
     assert answer.best.seconds <= least.seconds * CLOSE, f"{answer.best.shape}, but {least.shape} {least.again}"
     assert answer.best.seconds <= told * (1 + GAIN)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_computed_again_is_told_by_its_seconds(count):
+    """By hand, on a device where nothing but products takes time: of each layer the first is computed again, which the
+    gradient of the second needs; the second is not, nor is the head."""
+    layers, width, inner, rows, words, rate = 2, 64, 256, 48, 96, 1e9
+    device = {"half": 2 * rate, "single": rate, "bytes_s": 1e13, "memory": "1GiB", "launch_s": 1e-12}
+    with torch.device("meta"):
+        model, x = Tiny(layers, width, inner, False, words, 3), torch.empty(rows, 8, dtype=torch.int64)
+    step = TinyStep(model, {"x": x, "y": x}, Cluster.read({"device": device, "devices": 1}), 0.0)
+    answer = step.search(recompute="full", microbatches=count).run()
+    product_s, head_s = (2 * rows * 8 * width * n / rate for n in (inner, words))
+    seconds = data(answer)["plans"][0]["seconds"]
+    assert seconds["recomputation"] == pytest.approx(layers * product_s, rel=1e-3)
+    assert seconds["compute"] == pytest.approx(3 * (layers * 2 * product_s + head_s), rel=1e-3)
+    kept = data(step.search(recompute="none", microbatches=count).run())["plans"][0]["seconds"]
+    assert kept["recomputation"] == 0.0 and kept["compute"] == pytest.approx(seconds["compute"], rel=1e-3)
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -86,7 +86,7 @@ KINDS = {
         _kind("L40S", 362e12),
         _kind("RTX-4090", 165e12),
         _kind("Ascend-910B", 313e12),
-        _kind("Ascend-910C", 752e12, devices=16),
+        _kind("Ascend-910C", 752e12),  # packages of two dies, which drivers show as two devices of half of that
     )
 }
 

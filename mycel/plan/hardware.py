@@ -203,6 +203,10 @@ KNOWN = {
         _known("B200", 1700e12, 6.8e12, 180, host_bytes_s=50e9, quarter=2700e12),
         _known("L40S", 290e12, 0.7e12, 48, quarter=440e12),
         _known("RTX-4090", 130e12, 0.85e12, 24, quarter=200e12),
+        # 910B3: 20 cores of 8,192 operations a cycle at 1.8 GHz, 313e12 with vectors, 64 GB at 1.6 TB/s (CANN's
+        # platform_config; gitcode.com/cann/ops-cv issue 997); 1.3 TB/s and 149 GB/s between 8 were measured
+        # (github.com/gameofdimension/limulidae).  910C: two dies, 752e12, 128 GB at 3.2 TB/s, 392 GB/s each way, 8 to
+        # a host (arXiv 2506.12708)
         _known("Ascend-910B", 240e12, 1.3e12, 64),
         _known("Ascend-910C", 560e12, 2.6e12, 128),
     )
