@@ -483,3 +483,76 @@ def test_what_code_takes_out_is_taken_out_by_calls_alone(make):
     for _ in range(4):
         torch.testing.assert_close(fast(x), theirs(x))
         assert len(now()) == len(then()) if make is once else now() == then()
+
+
+class Rebuilds(nn.Module):
+    """Puts another list, dict, set or function in a slot at every call."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.linear = kind, nn.Linear(3, 3)
+        self.order, self.numbers, self.seen, self.later = [2, 0, 1], {"k": 1, "text": "a"}, {0}, None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        match self.kind:
+            case "list":
+                for k in self.order:
+                    h = torch.sin(h) * (k + 1)
+                self.order = self.order[1:] + self.order[:1]
+            case "dict":
+                h = h * self.numbers["k"] + len(self.numbers["text"])
+                self.numbers = {**self.numbers, "k": self.numbers["k"] + 1, "text": self.numbers["text"] + "b"}
+            case "set":
+                h = h * len(self.seen)
+                self.seen = self.seen | {len(self.seen)}
+            case "from nothing":
+                h = h * (1 if self.later is None else self.later[0])
+                self.later = [2] if self.later is None else [self.later[0] + 1]
+            case "function":
+                self.act = torch.relu if getattr(self, "act", None) is torch.tanh else torch.tanh
+                h = self.act(h)
+            case "first function":
+                if not hasattr(self, "act"):
+                    self.act = torch.tanh
+                else:
+                    h = self.act(h)
+        return h.square().mean()
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "set", "from nothing", "function", "first function"])
+def test_what_the_code_puts_in_a_slot_anew(kind):
+    """The next call finds what is in it."""
+    torch.manual_seed(0)
+    model = Rebuilds(kind)
+    twin, trained, x = copy.deepcopy(model), copy.deepcopy(model), torch.randn(4, 3)
+    fast = mycel.jit(model)
+    step = mycel.train_step(trained, torch.optim.SGD(trained.parameters(), 0.0), compile=False)
+    for _ in range(4):
+        wanted = twin(x).detach()
+        torch.testing.assert_close((fast(x).detach(), step(x)), (wanted, wanted))
+    for name in ("order", "numbers", "seen", "later"):
+        assert getattr(model, name) == getattr(trained, name) == getattr(twin, name)
+
+
+def test_a_list_that_is_another_at_every_call_stays_python():
+    """After so many programs, it is one equation that Python computes."""
+
+    class Grows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.widths = nn.Linear(3, 3), [0.5]
+
+        def forward(self, x):
+            h = self.linear(x) * sum(self.widths)
+            self.widths = [w / 2 + 0.1 for w in self.widths]
+            return h.square().mean()
+
+    torch.manual_seed(0)
+    model = Grows()
+    twin, x = copy.deepcopy(model), torch.randn(4, 3)
+    fast = mycel.jit(model)
+    with pytest.warns(UserWarning, match="widths, a list that the code makes anew at every call, has other items"):
+        for _ in range(20):
+            torch.testing.assert_close(fast(x), twin(x))
+    assert model.widths == twin.widths

@@ -28,6 +28,7 @@ from mycel.capture.trace import Tracer
 from mycel.ir import Var
 from mycel.ops import o
 
+STRUCTURES = (list, dict, set)
 MOST = 16  # captures that differ in a plain value which the code itself changes
 CHANGES: Counter[Slot] = Counter()  # how many captures changed the number in a slot
 Slot = tuple[int, Any]  # the id of what holds it, and the key
@@ -97,12 +98,38 @@ def changed_values(places: Reachable) -> Iterable[tuple[Container, Any, Any]]:
 
 
 def _is_function_of(places: Reachable, value: Any, old: Any) -> bool:
-    """Is a function another one than before, and one that was there before, or a library's?"""
-    if not (isinstance(value, FUNCTIONS) and isinstance(old, FUNCTIONS)) or value == old:
+    """Is a function another one than before, or the first, and one that was there before, or a library's?"""
+    if not isinstance(value, FUNCTIONS) or not (old is None or isinstance(old, FUNCTIONS)) or value == old:
         return False
     code = getattr(value, "__code__", None)
     is_own = code is not None and not is_library(code.co_filename)
     return not is_own or any(value is held for box in places.boxes for held in box.old.values())
+
+
+def changed_structures(places: Reachable) -> Iterable[tuple[Container, Any, Any]]:
+    """Slots in which the code has put another list, dict or set of plain values, which it may ask for: the box, the
+    key, the value."""
+    for box in places.boxes:
+        if isinstance(box.slots, list):
+            continue
+        for key, value in contents(box.slots).items():
+            old = box.old.get(key)
+            if (
+                value is not old
+                and isinstance(key, str)
+                and key in places.read_names
+                and isinstance(value, STRUCTURES)
+                and _is_plain(value)
+                and (old is None or (isinstance(old, STRUCTURES) and _is_plain(old)))
+                and not (type(value) is type(old) and value == old)
+            ):
+                yield box, key, value
+
+
+def _is_plain(value: Any) -> bool:
+    if type(value) is dict:
+        return all(is_static(k) and _is_plain(v) for k, v in value.items())
+    return all(map(_is_plain, value)) if type(value) in (list, tuple, set) else is_static(value)
 
 
 @dataclass(frozen=True)
@@ -154,6 +181,8 @@ def note_changes(places: Reachable, lifted: Mapping[Slot, CountedSlot]) -> None:
     for box, key, value in changed_values(places):
         if slot_of(box, key) not in lifted and is_counter(box.old.get(key), value):
             CHANGES[slot_of(box, key)] += 1
+    for box, key, _ in changed_structures(places):
+        CHANGES[slot_of(box, key)] += 1
 
 
 def refuse_counters(places: Reachable, lifted: Mapping[Slot, CountedSlot]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,17 @@ import torch
 
 from mycel.capture.alias import Cell
 from mycel.capture.autograd import without_grads
-from mycel.capture.counters import CountedSlot, Slot, changed_values, place_of, slot_of
+from mycel.capture.counters import (
+    CHANGES,
+    MOST,
+    STRUCTURES,
+    CountedSlot,
+    Slot,
+    changed_structures,
+    changed_values,
+    place_of,
+    slot_of,
+)
 from mycel.capture.fence import refuse
 from mycel.capture.locations import Container, Location, is_there
 from mycel.capture.record import Traced
@@ -41,6 +52,15 @@ def rebound_slots(tracer: Tracer, places: Reachable, counted: Mapping[Slot, Coun
         for box, key, value in changed_values(places)
         if slot_of(box, key) not in counted
     ]
+    for box, key, value in changed_structures(places):
+        if CHANGES[slot_of(box, key)] > MOST:
+            raise refuse(
+                f"{place_of(box, key).name}, a {type(value).__name__} that the code makes anew at every call, has "
+                "other items each time",
+                "a buffer, or returning it",
+            )
+        tree = Tree("static", value) if isinstance(value, set) else flatten(value, [])
+        rebound.append(ReboundSlot(box, key, tree, [], []))
     for box in places.boxes:
         if isinstance(box.slots, list) and not is_there(box.inside):
             continue  # another one is in its place
@@ -151,6 +171,9 @@ def _guard_rebound(places: Reachable, structures: Structures, change: ReboundSlo
         return
     elif key in box.old and key not in places.read_names and not is_static(box.old[key]):
         places.forget_inside(owner(box.slots), key, box.old[key])
+    elif isinstance(box.old.get(key), STRUCTURES) and not change.values:
+        places.forget_inside(owner(box.slots), key, box.old[key])
+        structures.add_plain(place_of(box, key), box.old[key])
     elif key in box.old:
         structures.add(box, key)
 
@@ -159,7 +182,8 @@ def restore(places: Reachable) -> None:
     """Put back what slots held before: what they hold now is assigned after each call.  Objects without tensors, and
     what was added to lists, stay."""
     gone = {slot_of(box, key) for box, key in taken_out(places)}
-    rebound = {slot_of(box, key) for box, key, _ in changed_values(places)}
+    changed = itertools.chain(changed_values(places), changed_structures(places))
+    rebound = {slot_of(box, key) for box, key, _ in changed}
     for box in places.boxes:
         now = contents(box.slots)
         grew = isinstance(box.slots, list) and len(now) != len(box.old)

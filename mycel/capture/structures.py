@@ -8,6 +8,7 @@ as many items (a dict of the same keys): not which list it is.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -42,6 +43,16 @@ class ShapeOf:
         return shape_of(value, value) if isinstance(value, _KINDS) else type(value)
 
 
+class ContentOf:
+    """A copy of what a place holds: plain values, which are compared."""
+
+    def __init__(self, place: Location) -> None:
+        self.place = place
+
+    def __getitem__(self, key: str) -> Any:
+        return self.place.read()
+
+
 def shape_of(value: Any, items: Collection[Any]) -> tuple[type, Any]:
     return type(value), tuple(items) if isinstance(value, dict) else len(items)
 
@@ -61,6 +72,11 @@ class Structures:
             return
         container = owner(box.slots)
         self._add(Location(f"{box.name}.{key}" if box.name else str(key), box.kind, container, key, box.inside), old)
+
+    def add_plain(self, place: Location, old: Any) -> None:
+        """A slot whose list, dict or set of plain values is another one after each call: guarded is what is in it."""
+        content = Location(place.name, place.kind, ContentOf(place), "content", place.inside)
+        self.places.statics.append(Guarded(content, copy.deepcopy(old)))
 
     def _add(self, place: Location, old: Any) -> None:
         self.slots[id(old)] = place
