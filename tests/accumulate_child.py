@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from optimising import Whitened, rows, small, trained
+from optimising import Shampoo, Whitened, rows, small, trained
 from pipelining import Tied
 from stepping import plain_step
 
@@ -38,6 +38,7 @@ def main(folder: Path) -> None:
     several_calls(ZERO3, small(""), rows, "Adafactor")
     for kind in ("AdamW", "Whitened"):
         several_calls(STAGES, tied(), texts, kind)
+    state_of_torch(folder)
     for plan in (DATA, ZERO3):
         hooked(plan)
     (folder / f"{seat().rank}.txt").write_text(refusals())
@@ -86,6 +87,26 @@ def several_calls(plan: dict, model: torch.nn.Module, batch_of: Callable[[int], 
     step.apply()
     assert step.skipped == 1
     torch.testing.assert_close(step.state_dict()["model"], before, rtol=0, atol=0)
+
+
+def state_of_torch(folder: Path) -> None:
+    """Lists and numbers that an optimiser of one's own keeps of stages are in checkpoints, and whole in state_dict."""
+    new = lambda model: (model, Shampoo(trained(model)))
+    model, optimizer = new(tied())
+    twin, plain = new(copy.deepcopy(model))
+    step = mycel.train_step(model, optimizer, compile=False, plan=STAGES)
+    for i in range(2):
+        assert abs(float(step(**texts(i))) - plain_step(twin, plain, texts(i))) < 1e-9
+    step.save(folder)
+    others = [mycel.train_step(*new(tied()), compile=False, plan=STAGES) for _ in range(2)]
+    for other in others:
+        other.prepare(**texts(0))
+    others[0].load(folder)
+    others[1].load_state_dict(step.state_dict())
+    for each in (step, *others):
+        torch.testing.assert_close(each.state_dict()["optimizer"]["state"], plain.state_dict()["state"])
+    wanted = plain_step(twin, plain, texts(2))
+    assert all(abs(float(each(**texts(2))) - wanted) < 1e-9 for each in (step, *others))
 
 
 def in_f64(state: dict) -> dict:

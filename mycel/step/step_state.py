@@ -404,7 +404,7 @@ class StepState:
         tensors |= numbers | self.messages.tensors()
         plan = str(self.split.written.given) if self.split is not None else None
         out = shared_out(self.split, tensors, lying, self.process.mesh, self.process.tell)
-        meta = {"optimizer": self._plain(), "steps": number}
+        meta = {"optimizer": self._plain_of_all(), "steps": number}
         with Saver(folder, keep, asynchronous=False, ranks=self.process, plan=plan) as saver:
             saver.save(number, out.tensors, meta, layouts=out.layouts, there=out.there)
         if saver.last is None:
@@ -486,6 +486,15 @@ class StepState:
                     f"the optimiser's state is made of {error.args[0]}, which is not loaded\n  at        {at}\n"
                     "  try       the optimiser it was saved with"
                 ) from None
+
+    def _plain_of_all(self) -> dict[str, Any]:
+        """The same of all stages, which one rank writes; all call this."""
+        plain = self._plain()
+        if self.split is None or not self.split.owners:
+            return plain
+        by_rank = self.process.tell([plain["state"], plain.get("nested", {})])
+        state, nested = ({name: x for each in by_rank for name, x in each[i].items()} for i in (0, 1))
+        return {**plain, "state": state, **({"nested": nested} if nested else {})}
 
     def _plain(self) -> dict[str, Any]:
         """What of the optimiser is no tensor, and JSON can hold: options of its groups, numbers among its state, and
