@@ -51,8 +51,7 @@ def expert_layers(program: Program) -> list[ExpertLayer]:
     """The layers of experts of a program, in its order."""
     flat = inline(program, small=WHOLE)
     producers = {v: (eqn, i) for eqn in flat.main.eqns for i, v in enumerate(eqn.outputs)}
-    names = Builder()
-    names.reserve(v.name for v in (*flat.inputs, *producers))
+    names = Builder(names_of=flat.main)
     return [_RowsOfExperts(flat, producers, names).layer(eqn) for eqn in flat.main.eqns if eqn.op.for_ranks]
 
 

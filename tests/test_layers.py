@@ -227,10 +227,3 @@ def test_imports_follow_the_layers(path):
 def test_ir_runs_without_the_rest():
     """The law above can fail: it sees the imports that are there."""
     assert imported(ROOT / "api.py") >= {"ir", "capture", "run"}
-
-
-def test_a_class_name_is_there_once():
-    """With or without an underscore before it."""
-    trees = [ast.parse(path.read_text()) for path in ROOT.rglob("*.py")]
-    names = [node.name.lstrip("_") for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
-    assert {name for name in names if names.count(name) > 1} == set() and len(names) > 300

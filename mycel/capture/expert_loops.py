@@ -62,9 +62,9 @@ class Loops:
     """A block whose equations are numbered by value: what is computed twice is one variable."""
 
     def __init__(self, block: Block, blocks: Mapping[str, Block], open_branches: bool, skips: Op | None = None) -> None:
-        self.block, self.b, self.open_branches, self.skips = block, Builder(), open_branches, skips
+        self.block, self.open_branches, self.skips = block, open_branches, skips
+        self.b = Builder(names_of=block)
         self.branches: dict[Var, OpenBranch] = {}  # by their results
-        self.b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
         self.eqns: list[Eqn] = []
         self.same: dict[Atom, Atom] = {}
         self.by_value: dict[Any, Eqn] = {}

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from mycel.capture.experts import is_on_elements, parts_of
+from mycel.capture.experts import parts_of
 from mycel.ir import Eqn, Op, Var
 from mycel.ir.types import NAMES
 from mycel.ops import o
@@ -84,7 +84,7 @@ class Hidden:
         if part is not None:
             product = product_of(self.loops, h)
             return None if product is None else self._letter(self.loops.plain(h), product, part[1], part[0][x])
-        if len(eqn.outputs) != 1 or not is_on_elements(eqn):
+        if len(eqn.outputs) != 1 or not eqn.op.on_elements:
             return None
         operands = [self.text(v) if isinstance(v, Var) else repr(v) for v in eqn.inputs]
         if None in operands:

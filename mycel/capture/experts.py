@@ -269,7 +269,7 @@ def expression(eqns: Sequence[Eqn], h: Var, out: Var) -> Gate | None:
         if part is not None:
             texts.update(part[0])
             form = part[1] if form in ("", part[1]) else "mixed"
-        elif eqn.op.vjp is not None and len(eqn.outputs) == 1 and is_on_elements(eqn):
+        elif eqn.op.vjp is not None and len(eqn.outputs) == 1 and eqn.op.on_elements:
             if h in eqn.inputs:
                 texts[h], form = "a", "whole" if form in ("", "whole") else "mixed"
             if not all(v in texts for v in eqn.vars):
@@ -280,11 +280,6 @@ def expression(eqns: Sequence[Eqn], h: Var, out: Var) -> Gate | None:
         else:
             return None
     return (texts[out], form) if out in texts and form not in ("", "mixed") else None
-
-
-def is_on_elements(eqn: Eqn) -> bool:
-    """Does each element of its result come from the same element of its operands?"""
-    return isinstance(eqn.op.dims, str) and set(eqn.op.dims) <= set("., ->")
 
 
 def parts_of(eqn: Eqn, h: Var) -> tuple[dict[Var, str], str] | None:

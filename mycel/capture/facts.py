@@ -83,7 +83,7 @@ class Facts:
                 evaluate(fact.eqns, known, self.consts)
             except (RuntimeError, ValueError, IndexError):  # no value there: not what it was
                 return False
-            if not _equal(known[fact.var], fact.value):
+            if not same_values(known[fact.var], fact.value):
                 return False
         return True
 
@@ -99,7 +99,7 @@ def all_ones(inputs: Sequence[Var], source: str) -> Facts:
     return Facts(tuple(x.name for x in inputs), tuple(inputs), tuple(facts), {})
 
 
-def _equal(x: torch.Tensor, y: torch.Tensor) -> bool:
+def same_values(x: torch.Tensor, y: torch.Tensor) -> bool:
     """The same values, NaN being itself."""
     return x.shape == y.shape and (torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all()))
 

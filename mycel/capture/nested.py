@@ -17,7 +17,7 @@ from mycel.capture.names import hints
 from mycel.capture.record import ModuleCall
 from mycel.capture.repeats import assemble_inner
 from mycel.capture.trace import KEY, Tracer
-from mycel.ir import OPS, Atom, Block, Eqn, Var
+from mycel.ir import OPS, Atom, Eqn, Var, structure
 
 
 @dataclass
@@ -142,26 +142,6 @@ def finish(tracer: Tracer, name: str, section: OpenBlock, inputs: Sequence[Var],
     ):  # blocks of traces that were given up are gone
         known = tracer.shapes[shape] = tracer.add_block(name, block)
     return known
-
-
-def structure(block: Block) -> Any:
-    """A block without its names and source lines."""
-    number: dict[Var, int] = {}
-
-    def define(variables: Sequence[Var]) -> tuple[Any, ...]:
-        for v in variables:
-            number[v] = len(number)
-        return tuple(v.type for v in variables)
-
-    def use(atoms: Sequence[Atom]) -> tuple[Any, ...]:
-        return tuple(number[x] if isinstance(x, Var) else repr(x) for x in atoms)
-
-    head = define(block.inputs)
-    body = tuple(
-        (e.op.name, use(e.inputs), tuple(sorted((k, repr(v)) for k, v in e.params.items())), define(e.outputs))
-        for e in block.eqns
-    )
-    return head, body, use(block.outputs)
 
 
 def branch_key(tracer: Tracer) -> Var:

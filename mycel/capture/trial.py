@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mycel.capture.facts import same_values
 from mycel.capture.function_context import Context
 from mycel.capture.locations import Container, Location, TupleItem, with_items
 from mycel.capture.plain import CountedOperators, states_kept, suspended, unheard
@@ -229,7 +230,9 @@ class Trial:
     ) -> tuple[set[int], list[Location], list[tuple[Any, Any]]]:
         """Operands with new values, slots with tensors that were not there, and slots with other plain values."""
         written = {
-            i for i, (x, old) in enumerate(zip(given, before, strict=True)) if x._version or not _same(x.detach(), old)
+            i
+            for i, (x, old) in enumerate(zip(given, before, strict=True))
+            if x._version or not same_values(x.detach(), old)
         }
         slot_of = {(id(owner(p.container)), p.key): i for i, p in self.places}
         rebound: list[Location] = []
@@ -482,10 +485,6 @@ def _holds_traced(value: Any) -> bool:
 
 def _is_differentiable(x: torch.Tensor) -> bool:
     return is_float(x.dtype) and (type(x) is Traced or x.requires_grad)
-
-
-def _same(x: torch.Tensor, y: torch.Tensor) -> bool:
-    return x.shape == y.shape and (torch.equal(x, y) or bool(((x == y) | (x.isnan() & y.isnan())).all()))
 
 
 def _check_tree(tree: Tree, fn: Any) -> None:

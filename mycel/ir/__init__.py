@@ -9,7 +9,22 @@ from mycel.ir.op import BUILDERS, OPS, Collective, Cost, Op, SplitRule, op
 from mycel.ir.program import PHASES, Atom, Block, Eqn, Params, Program, Ref, Var
 from mycel.ir.role import HELD, Role
 from mycel.ir.types import DEVICE, DTYPES, HOST, NAMES, Type, is_float, promote, type_of
-from mycel.ir.walk import Chain, chains, leading_to, lifetimes, lookup, order, prune, rewrite, runs, substitute, walk
+from mycel.ir.walk import (
+    Chain,
+    chains,
+    deaths,
+    free_name,
+    leading_to,
+    lifetimes,
+    lookup,
+    order,
+    prune,
+    rewrite,
+    runs,
+    structure,
+    substitute,
+    walk,
+)
 
 __all__ = [
     "BUILDERS",
@@ -49,7 +64,9 @@ __all__ = [
     "check",
     "cond",
     "custom",
+    "deaths",
     "extent",
+    "free_name",
     "host_alive",
     "host_bytes",
     "host_held",
@@ -72,6 +89,7 @@ __all__ = [
     "rounded",
     "runs",
     "scan",
+    "structure",
     "substitute",
     "type_of",
     "typed",

@@ -27,13 +27,24 @@ _NAME = re.compile(r"(?:\d+(?:\.\w+)*\.)?[A-Za-z_]\w*(?:\.\w+)*", re.ASCII)  # a
 class Builder:
     """Collects the equations of one block; `source` and `phase` are those of the next ones."""
 
-    def __init__(self, beside: Builder | None = None, phase: str = "forward") -> None:
-        """`beside`: another builder whose names are taken too, as when both write into one block."""
+    def __init__(self, beside: Builder | None = None, phase: str = "forward", names_of: Block | None = None) -> None:
+        """`beside`: another builder whose names are taken too, as when both write into one block; `names_of`: a block
+        whose names are taken."""
         self.inputs: list[Var] = []
         self.eqns: list[Eqn] = []
         self.source = ""
         self.phase = phase
         self._names: dict[str, int] = beside._names if beside else {}
+        if names_of is not None:
+            self.reserve(v.name for v in names_of.inputs)
+            self.reserve(v.name for eqn in names_of.eqns for v in eqn.outputs)
+
+    @staticmethod
+    def after(block: Block, phase: str = "forward") -> Builder:
+        """One that goes on where a block ends."""
+        b = Builder(phase=phase, names_of=block)
+        b.inputs, b.eqns = list(block.inputs), list(block.eqns)
+        return b
 
     def __enter__(self) -> Builder:
         BUILDERS.append(self)

@@ -204,6 +204,11 @@ class Op:
         return self.name
 
     @property
+    def on_elements(self) -> bool:
+        """Does each element of the result come from the same element of the operands?"""
+        return isinstance(self.dims, str) and set(self.dims) <= set("., ->")
+
+    @property
     def grows(self) -> bool:
         """A collective that brings more than it is given."""
         return self.collective is not None and self.collective.grows

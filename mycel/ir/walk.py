@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mycel.errors import IRError
 from mycel.ir.program import Atom, Block, Eqn, Program, Ref, Var
@@ -71,6 +71,35 @@ def prune(program: Program) -> Program:
     )
 
 
+def structure(block: Block) -> Any:
+    """A block without its names and source lines."""
+    number: dict[Var, int] = {}
+
+    def define(variables: Sequence[Var]) -> tuple[Any, ...]:
+        for v in variables:
+            number[v] = len(number)
+        return tuple(v.type for v in variables)
+
+    def use(atoms: Sequence[Atom]) -> tuple[Any, ...]:
+        return tuple(number[x] if isinstance(x, Var) else repr(x) for x in atoms)
+
+    head = define(block.inputs)
+    body = tuple(
+        (e.op.name, use(e.inputs), tuple(sorted((k, repr(v)) for k, v in e.params.items())), define(e.outputs))
+        for e in block.eqns
+    )
+    return head, body, use(block.outputs)
+
+
+def free_name(name: str, others: Container[str]) -> str:
+    """Of a block: this name, or with the first number that makes it another than those."""
+    unique, i = name, 1
+    while unique in others:
+        i += 1
+        unique = f"{name}_{i}"
+    return unique
+
+
 class Chain(NamedTuple):
     """Where a value comes from and where it goes: equation indices; `defined` is -1 for a block input."""
 
@@ -111,6 +140,15 @@ def lifetimes(block: Block) -> dict[Var, tuple[int, int]]:
     """(first, last) equation index at which each value is alive; outputs live to the end."""
     end = len(block.eqns)
     return {v: (c.defined, end if c.is_output else c.last) for v, c in chains(block).items()}
+
+
+def deaths(block: Block) -> list[list[Var]]:
+    """For each equation, the values nobody needs after it."""
+    dead: list[list[Var]] = [[] for _ in block.eqns]
+    for var, (_, last) in lifetimes(block).items():
+        if 0 <= last < len(block.eqns):
+            dead[last].append(var)
+    return dead
 
 
 def leading_to(eqns: Sequence[Eqn], values: Iterable[Atom], there: Container[Var] = ()) -> list[int]:

@@ -137,8 +137,7 @@ class _RunOrder:
     """Equations as they are to run; `waiting`: free ones of each group that have not run yet, in their order."""
 
     def __init__(self, block: Block, free: list[list[Eqn]]) -> None:
-        self.names = Builder()
-        self.names.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
+        self.names = Builder(names_of=block)
         self.waiting = free
         self.eqns: list[Eqn] = []
         self.there = set(block.inputs)

@@ -88,8 +88,7 @@ class _Compressed:
     def __init__(self, program: Program) -> None:
         self.main = main = program.main
         self.parameters = {program.role(v).name: v for v in program.inputs_of("parameter")}
-        self.b = Builder()
-        self.b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
+        self.b = Builder(names_of=main)
         self.values: dict[Var, Atom] = {}
         self.users: dict[Var, list[Eqn]] = {}
         for eqn in main.eqns:

@@ -58,8 +58,7 @@ class _Encoding:
         self.codecs = dict(parts)  # of what parameters' parts are, cast or not, and of which
         # by the token of a bucket: that of its encoded part, their codes by place, and the other part
         self.tokens: dict[Var, tuple[Var, dict[int, Var], OtherGathers | None]] = {}
-        self.b = Builder()
-        self.b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
+        self.b = Builder(names_of=main)
         self.values: dict[Var, Atom] = {}
 
     def block(self) -> Block:

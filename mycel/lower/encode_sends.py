@@ -71,8 +71,7 @@ def codec_of_rows(codec: str, width: int) -> str:
 class _Encoded:
     def __init__(self, block: Block, codec: str, tags: frozenset[int] = frozenset()) -> None:
         self.given, self.codec, self.tags = block, codec, tags
-        self.b = Builder()
-        self.b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
+        self.b = Builder(names_of=block)
         self.values: dict[Var, Atom] = {}
         self.codes: dict[int, tuple[Atom, ...]] = {}  # by tag: what is on its way
 

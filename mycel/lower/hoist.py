@@ -122,8 +122,7 @@ def _without(block: Block, moved: dict[Var, list[Eqn]]) -> Block:
 
 
 def _caller(block: Block, name: str, old: Block, new: Block, moved: dict[Var, list[Eqn]]) -> Block:
-    names = Builder()
-    names.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
+    names = Builder(names_of=block)
     ahead: dict[int, list[Eqn]] = {}
     calls: dict[int, Eqn] = {}
     uses = chains(block)

@@ -102,9 +102,8 @@ class _Weaver:
     def program(self) -> Program:
         self.blocks = dict(self.whole.blocks)
         step = StepBody.of(self.whole, self.body)
-        names = Builder()
         main = self.whole.main
-        names.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
+        names = Builder(names_of=main)
         before, after = Builder(beside=names), Builder(beside=names)
         before.at(step.eqn)
         after.at(step.eqn)
@@ -134,8 +133,8 @@ class _Weaver:
 
     def _body(self, step: StepBody) -> Block:
         """Forward and backward of two microbatches."""
-        block, names = step.block, Builder()
-        names.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
+        block = step.block
+        names = Builder(names_of=block)
         pairs = [Var(names.name(v.name), Type(v.dtype, (AT_ONCE, *v.shape))) for v in step.pieces]
         picking = Builder(beside=names)
         given: list[dict[Var, Atom]] = [{}, {}]
@@ -335,8 +334,7 @@ class _Weaver:
             name += "_"
         self.pairs[key] = name
         mine, theirs = self.whole.blocks[f], self.whole.blocks[g]
-        names = Builder()
-        names.reserve(v.name for v in (*mine.inputs, *(v for e in mine.eqns for v in e.outputs)))
+        names = Builder(names_of=mine)
         values: dict[Var, Atom] = {}
         inputs = list(mine.inputs)
         for i, v in enumerate(theirs.inputs):

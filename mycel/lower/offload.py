@@ -94,8 +94,7 @@ class _HostCopies:
         self.uses = chains(self.old)
         self.at = {equation_key(i, e): i for i, e in enumerate(self.old.eqns)} | {"": len(self.old.eqns)}
         self.vars = {v.name: v for v in self.uses}
-        self.names = Builder()
-        self.names.reserve(self.vars)
+        self.names = Builder(names_of=self.old)
 
     def away(self, moved: MovedValue) -> None:
         """A value that leaves and comes back."""
@@ -268,8 +267,7 @@ def norms_of_each(program: Program) -> Program:
     """Norms of several gradients in the entry as norms of the norm of each, which is taken where the gradient is made:
     to the bit the same, and from there on nobody reads the gradient before its update."""
     block, uses = program.main, chains(program.main)
-    names = Builder()
-    names.reserve(v.name for v in uses)
+    names = Builder(names_of=block)
     behind: dict[int, list[Eqn]] = {}
     norms: dict[tuple[int, Var], Var] = {}
     for i, eqn in enumerate(block.eqns):

@@ -240,8 +240,7 @@ def cut_where_it_waits(program: Program, most: int) -> list[Program]:
     """The messages that need no other before them, with what they send, begun; those that need these, begun; and so on,
     `most` times at most, and all the rest."""
     main = program.main
-    names = Builder()
-    names.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
+    names = Builder(names_of=main)
     depth: dict[Var, int] = {}  # how many messages are waited for before it is there
     eqns: list[Eqn] = []
     begun: list[list[Eqn]] = [[] for _ in range(most)]

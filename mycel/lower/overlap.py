@@ -76,8 +76,7 @@ def _overlapped(block: Block) -> Block:
     for k, b in enumerate(buckets):
         begins.setdefault(max(s.begin for s in b), []).append(k)
         ends.setdefault(_use(b), []).append(k)
-    names = Builder()
-    names.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
+    names = Builder(names_of=block)
     tokens: dict[int, Var] = {}
     eqns: list[Eqn] = []
     for i in range(len(block.eqns) + 1):

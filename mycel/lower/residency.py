@@ -16,7 +16,22 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from mycel.ir import Atom, Block, Builder, Eqn, Params, Program, Ref, Var, chains, leading_to, lookup, prune, substitute
+from mycel.ir import (
+    Atom,
+    Block,
+    Builder,
+    Eqn,
+    Params,
+    Program,
+    Ref,
+    Var,
+    chains,
+    free_name,
+    leading_to,
+    lookup,
+    prune,
+    substitute,
+)
 from mycel.plan import Residuals, backward_inputs, backward_part, expressions, paired, twins
 
 
@@ -40,8 +55,7 @@ def reside(program: Program, plan: Residuals) -> Program:
     body = program.blocks[plan.body]
     uses, hashes = chains(body), expressions(body)
     blocks, eqns = dict(program.blocks), list(body.eqns)
-    names = Builder()
-    names.reserve(v.name for v in (*body.inputs, *(v for e in body.eqns for v in e.outputs)))
+    names = Builder(names_of=body)
     halves: dict[object, Halves] = {}
     forwards: dict[object, str] = {}
     for d, (i, j) in zip(plan.pairs, paired(body), strict=True):
@@ -111,9 +125,9 @@ def _halves(
     for x in b.outputs:
         if isinstance(x, Var) and x in of and x not in old:
             old[x] = redo.value(of[x])
-    ahead = forwards.setdefault((forward, outs, extra), _free(blocks, forward))
+    ahead = forwards.setdefault((forward, outs, extra), free_name(forward, blocks))
     blocks[ahead] = Block(f.inputs, f.eqns, (*first, *extra))
-    back = _free(blocks, backward)
+    back = free_name(backward, blocks)
     blocks[back] = Block(tuple(w.inputs), tuple(w.eqns), tuple(lookup(x, old) for x in b.outputs))
     return Halves(ahead, back, outs, extra, reused, kept, rest)
 
@@ -149,8 +163,7 @@ def _loose(block: Block, names: set[str]) -> Block:
     kept = {*block.inputs, *(v for v in early_values if v.name not in names)}
     wanted = [v for e in late for v in e.vars if v in early_values and v.name in names]
     again = [early[i] for i in leading_to(early, wanted, kept)]
-    b = Builder()
-    b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
+    b = Builder(names_of=block)
     redo = _Again(b, again, {v: v for v in kept})
     for eqn in block.eqns:
         if eqn in late:
@@ -158,11 +171,3 @@ def _loose(block: Block, names: set[str]) -> Block:
             eqn = substitute(eqn, values)
         b.eqns.append(eqn)
     return Block(block.inputs, tuple(b.eqns), block.outputs)
-
-
-def _free(blocks: dict[str, Block], name: str) -> str:
-    """A name for another form of a block."""
-    i = 2
-    while f"{name}_{i}" in blocks:
-        i += 1
-    return f"{name}_{i}"

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from mycel.ir import Block, Eqn, Layout, Params, Program, Ref, Var, call, custom
+from mycel.ir import Block, Eqn, Layout, Params, Program, Ref, Var, call, custom, free_name
 
 
 def settle(program: Program, given: Mapping[int, Layout]) -> Program:
@@ -21,18 +21,11 @@ def settle(program: Program, given: Mapping[int, Layout]) -> Program:
     blocks: dict[str, Block] = {}
     named: dict[Any, str] = {}
 
-    def fresh(name: str) -> str:
-        i, new = 1, name
-        while new in blocks:
-            i += 1
-            new = f"{name}_{i}"
-        return new
-
     def copy(name: str, lies: Mapping[int, Layout], key: Any = None) -> Ref:
         """The name of the copy of a block for inputs that lie so."""
         if key is not None and key in named:
             return Ref(named[key])
-        new = fresh(name)
+        new = free_name(name, blocks)
         blocks[new] = program.blocks[name]  # the name is taken
         if key is not None:
             named[key] = new

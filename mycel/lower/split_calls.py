@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from mycel.ir import Atom, Block, Builder, Eqn, Params, Ref, Var, call
+from mycel.ir import Atom, Block, Builder, Eqn, Params, Ref, Var, call, free_name
 
 Indexed = tuple[int, Eqn]
 
@@ -39,9 +39,7 @@ class CallSplitter:
     _halves: dict[tuple[str, frozenset[int]], HalfCalls | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.names = Builder()
-        self.names.reserve(v.name for v in self.around.inputs)
-        self.names.reserve(v.name for e in self.around.eqns for v in e.outputs)
+        self.names = Builder(names_of=self.around)
 
     def split(self, eqns: Sequence[Indexed], wanted: Collection[Var]) -> tuple[list[Indexed], list[Indexed]]:
         """(what the wanted values need, the rest), both in their order."""
@@ -76,9 +74,7 @@ class CallSplitter:
 
     def _made(self, name: str, early: frozenset[int]) -> HalfCalls | None:
         block = self.blocks[name]
-        names = Builder()
-        names.reserve(v.name for v in block.inputs)
-        names.reserve(v.name for e in block.eqns for v in e.outputs)
+        names = Builder(names_of=block)
         wanted = {x for i in early if isinstance(x := block.outputs[i], Var)}
         first, second = self._split(list(enumerate(block.eqns)), wanted, names)
         if not second:
@@ -103,10 +99,7 @@ class CallSplitter:
 
     def _entered(self, name: str, block: Block) -> str:
         """The free name under which a block is in the table now."""
-        unique, i = name, 1
-        while unique in self.blocks:
-            i += 1
-            unique = f"{name}_{i}"
+        unique = free_name(name, self.blocks)
         self.blocks[unique] = block
         return unique
 

@@ -316,7 +316,7 @@ class _LocalBlock:
                 elif (
                     flag == "+"
                     or eqn.op.padding == "zeros"
-                    or (not x.dtype.is_floating_point and not x.dtype.is_complex and not is_pointwise(eqn))
+                    or (not x.dtype.is_floating_point and not x.dtype.is_complex and not eqn.op.on_elements)
                 ):
                     value = False if x.dtype == torch.bool else 0
                 else:
@@ -366,8 +366,3 @@ def interface(eqn: Eqn, layouts: Layouts) -> tuple[tuple[Layout | None, ...], tu
 def _rows(layout: Layout) -> Layout:
     """A row's layout -> that of all rows."""
     return Layout(((), *layout.dims), layout.partial)
-
-
-def is_pointwise(eqn: Eqn) -> bool:
-    """Does each element of the result come from the same element of the operands?"""
-    return isinstance(eqn.op.dims, str) and set(eqn.op.dims) <= set("., ->")

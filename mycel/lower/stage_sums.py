@@ -51,8 +51,7 @@ def plain_sums(program: Program, name: str) -> Program:
     uses = chains(block)
     replaced: dict[int, list[Eqn]] = {}
     outputs = list(block.outputs)
-    names = Builder()
-    names.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
+    names = Builder(names_of=block)
 
     def only_reader(v: Var) -> int | None:
         return uses[v].uses[0] if len(uses[v].uses) == 1 and not uses[v].is_output else None
@@ -88,8 +87,7 @@ def joined_sums(program: Program, name: str) -> Program:
     block, body = program.blocks[name], StepBody.of(program, name)
     uses = chains(block)
     makers = {v: i for i, e in enumerate(block.eqns) for v in e.outputs}
-    names = Builder()
-    names.reserve(v.name for v in (*block.inputs, *makers))
+    names = Builder(names_of=block)
     replaced: dict[int, list[Eqn]] = {}
     for carry, new in zip(body.carried, block.outputs, strict=False):
         second = makers.get(new) if isinstance(new, Var) else None
@@ -119,10 +117,8 @@ def apart(stages: StageMap, recut: Callable[[Program], StageMap]) -> StageMap:
     """
     flow = stages.flow
     program, body, block = flow.program, flow.body, flow.block
-    names = Builder()
-    names.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
-    whole = Builder()
-    whole.reserve(v.name for v in (*program.inputs, *(v for e in program.main.eqns for v in e.outputs)))
+    names = Builder(names_of=block)
+    whole = Builder(names_of=program.main)
     replaced: dict[int, list[Eqn]] = {}
     carries: list[Var] = []
     news: list[Atom] = []

@@ -26,8 +26,7 @@ def add_wide(program: Program) -> Program:
 def _added_wide(block: Block) -> Block:
     if not any(map(_is_narrow_sum, block.eqns)):
         return block
-    b = Builder()
-    b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
+    b = Builder(names_of=block)
     b.inputs, values = list(block.inputs), dict[Var, Atom]()
     with b:
         for eqn in block.eqns:

@@ -29,7 +29,6 @@ from mycel.ir import (
     DEVICE,
     Arena,
     Atom,
-    Block,
     Eqn,
     Op,
     Program,
@@ -38,7 +37,7 @@ from mycel.ir import (
     call,
     cond,
     custom,
-    lifetimes,
+    deaths,
     loop,
     order,
     scan,
@@ -227,7 +226,7 @@ class _Function:
     def body(self, name: str, names: dict[Var, str], own: set[Var]) -> None:
         """The equations of a block; values of `own` and those defined here are deleted after their last use."""
         block = self.program.blocks[name]
-        dead = _deaths(block)
+        dead = deaths(block)
         over = self.overwritten.get(name, {})
         for i, eqn in enumerate(block.eqns):
             self.around = name
@@ -495,11 +494,3 @@ def _block_names(program: Program, helpers: Container[str]) -> dict[str, str]:
         if name != program.entry:
             names[name] = name if name not in _TAKEN and name != "main" and name not in helpers else f"{name}_block"
     return names
-
-
-def _deaths(block: Block) -> list[list[Var]]:
-    dead: list[list[Var]] = [[] for _ in block.eqns]
-    for var, (_, last) in lifetimes(block).items():
-        if 0 <= last < len(block.eqns):
-            dead[last].append(var)
-    return dead

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mycel.errors import RunError
-from mycel.ir import CONTROL, Atom, Block, Eqn, Program, Var, call, cond, custom, lifetimes, loop, scan
+from mycel.ir import CONTROL, Atom, Block, Eqn, Program, Var, call, cond, custom, deaths, loop, scan
 from mycel.ops import o
 from mycel.ops.memory_sharing import shared_outputs
 from mycel.run.own_gradient import OwnGradient
@@ -40,8 +40,8 @@ class _Interpreter:
 
     def block(self, block: Block, inputs: list[Any]) -> list[Any]:
         values: dict[Var, Any] = dict(zip(block.inputs, inputs, strict=True))
-        deaths = self.deaths.setdefault(id(block), _deaths(block))
-        for eqn, dead in zip(block.eqns, deaths, strict=True):
+        dead_after = self.deaths.setdefault(id(block), deaths(block))
+        for eqn, dead in zip(block.eqns, dead_after, strict=True):
             outs = self.eqn(eqn, [_value(x, values) for x in eqn.inputs])
             if self.hook is not None:
                 self.hook(eqn, [_value(x, values) for x in eqn.inputs], outs)
@@ -97,15 +97,6 @@ class _Interpreter:
 
 def _value(x: Atom, values: dict[Var, Any]) -> Any:
     return values[x] if isinstance(x, Var) else x
-
-
-def _deaths(block: Block) -> list[list[Var]]:
-    """For each equation, the values nobody needs after it."""
-    dead: list[list[Var]] = [[] for _ in block.eqns]
-    for var, (_, last) in lifetimes(block).items():
-        if 0 <= last < len(block.eqns):
-            dead[last].append(var)
-    return dead
 
 
 def not_finite(eqn: Eqn, inputs: list[Any], outs: list[Any]) -> None:

@@ -49,8 +49,7 @@ def _attend(block: Block) -> Block:
         return block
     uses = chains(block)
     producers = {v: eqn for eqn in block.eqns for v in eqn.outputs}
-    b = Builder()
-    b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
+    b = Builder(names_of=block)
     for eqn in block.eqns:
         scores = _scores(eqn, producers, uses) if id(eqn) in products else None
         if scores is None:

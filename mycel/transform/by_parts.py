@@ -297,9 +297,8 @@ def _entry(
     """`first`: what is computed before the parts, by its name in a part."""
     main = whole.main
     held, keys, pieces = operands
-    b = Builder()
+    b = Builder(names_of=main)
     b.inputs = list(main.inputs)
-    b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
     by_name = {v.name: v for v in main.inputs} | {v.name: w for v, w in first.items()}
     early = leading_to(main.eqns, first.values())
     with b:
@@ -331,8 +330,7 @@ def _one_behind_the_other(x: Var, shape: Sequence[int], value: _Value) -> Var:
 
 def _gradient(part: Program, forward: Block, wrt: Sequence[Var]) -> Program:
     """(operands, results, cotangents of results) -> cotangents of the first operands, from a second run of forward."""
-    b = Builder()
-    b.reserve(v.name for v in (*forward.inputs, *(v for e in forward.eqns for v in e.outputs)))
+    b = Builder(names_of=forward)
     b.eqns = list(forward.eqns)
     results = [x for x in forward.outputs if isinstance(x, Var)]
     again = [Var(b.name(f"{v.name}_before"), v.type) for v in results]

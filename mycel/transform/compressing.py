@@ -85,9 +85,8 @@ def count_messages(program: Program) -> Program:
     """The step with the number of steps that have sent something, by which messages are looked at now and then."""
     if DRAWS in program.by_role():
         return program
-    main, b = program.main, Builder(phase="update")
-    b.inputs, b.eqns = list(main.inputs), list(main.eqns)
-    b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
+    main = program.main
+    b = Builder.after(main, phase="update")
     sent = b.input("draws", Type(torch.int64, ()))
     with b:
         more = o.add(sent, 1)
@@ -119,9 +118,8 @@ class CompressedSum:
 class _Compressing:
     def __init__(self, program: Program, axis: str) -> None:
         self.program, self.axis, self.main = program, axis, program.main
-        self.b = Builder()
+        self.b = Builder(names_of=self.main)
         self.b.inputs = list(self.main.inputs)
-        self.b.reserve(v.name for v in (*self.main.inputs, *(v for e in self.main.eqns for v in e.outputs)))
         self.roles = dict(program.roles)
         self.scale = program.by_role().get(LOSS_SCALE)
         self.sent: Var | None = None

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from mycel.ir import Atom, Block, Eqn, Params, Program, Ref, Var, lookup, order, prune, substitute
+from mycel.ir import Atom, Block, Eqn, Params, Program, Ref, Var, lookup, order, prune, structure, substitute
 from mycel.ir.program import same_bits
 from mycel.ops import o
 
@@ -32,7 +32,7 @@ def cse(program: Program) -> Program:
         if any(eqn.op.says or any(ref in saying for ref in eqn.refs) for eqn in program.blocks[name].eqns):
             saying.add(name)
         block = _merge(program.blocks[name], refs, consts, saying)
-        refs[name] = name if name == program.entry else seen.setdefault(_shape(block), name)
+        refs[name] = name if name == program.entry else seen.setdefault(structure(block), name)
         blocks[name] = block
     return prune(replace(program, blocks=blocks))
 
@@ -85,25 +85,6 @@ def _atom_key(x: Atom) -> Any:
 
 def _params_key(eqn: Eqn) -> Any:
     return tuple(sorted((k, repr(v)) for k, v in eqn.params.items()))
-
-
-def _shape(block: Block) -> Any:
-    """A block without its names and source lines."""
-    number: dict[Var, int] = {}
-
-    def atom(x: Atom) -> Any:
-        return number[x] if isinstance(x, Var) else repr(x)
-
-    def define(variables: tuple[Var, ...]) -> tuple[Any, ...]:
-        for v in variables:
-            number[v] = len(number)
-        return tuple(v.type for v in variables)
-
-    head = define(block.inputs)
-    body = tuple(
-        (eqn.op.name, tuple(map(atom, eqn.inputs)), _params_key(eqn), define(eqn.outputs)) for eqn in block.eqns
-    )
-    return head, body, tuple(map(atom, block.outputs))
 
 
 def _equal_consts(consts: Mapping[str, torch.Tensor]) -> dict[str, str]:

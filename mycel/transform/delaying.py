@@ -137,7 +137,6 @@ def _as(x: Any, dtype: torch.dtype) -> Any:
 
 
 def _builder(program: Program) -> tuple[Builder, dict[str, Role]]:
-    main, b = program.main, Builder(phase="update")
-    b.inputs, b.eqns = list(main.inputs), list(main.eqns)
-    b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
+    main = program.main
+    b = Builder.after(main, phase="update")
     return b, dict(program.roles)

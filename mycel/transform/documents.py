@@ -79,8 +79,7 @@ class _DocumentedBlocks:
 
     def _block(self, name: str, given: tuple[GivenMask | None, ...]) -> Block:
         block = self.program.blocks[name]
-        b = Builder()
-        b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
+        b = Builder(names_of=block)
         following = Following(self.known.values(block, self.seen[name]))
         following.look_ahead(block.eqns)
         inputs = list(block.inputs)

@@ -30,8 +30,7 @@ def head(program: Program, mean: bool = True) -> Program:
 def _joined(block: Block, mean: bool) -> Block:
     uses = chains(block)
     producers = {v: eqn for eqn in block.eqns for v in eqn.outputs}
-    b = Builder()
-    b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
+    b = Builder(names_of=block)
     for eqn in block.eqns:
         way = _way(eqn, producers, uses) if eqn.op is o.cross_entropy else None
         if way is None:

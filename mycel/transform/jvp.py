@@ -78,8 +78,7 @@ class _Woven:
     """One block while its equations get tangents."""
 
     def __init__(self, jvp: Jvp, block: Block, flags: Sequence[bool]) -> None:
-        self.jvp, self.b = jvp, Builder()
-        self.b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
+        self.jvp, self.b = jvp, Builder(names_of=block)
         self.tangents: dict[Var, Var] = {}
         self.values: dict[Var, Atom] = {}
         self.names: dict[str, str] = {}
@@ -275,8 +274,7 @@ def _reordered(
 ) -> str:
     """A block with its inputs (and `extra` unused ones) and outputs in another order."""
     block = vjp.blocks[name]
-    b = Builder()
-    b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
+    b = Builder(names_of=block)
     inputs = [*block.inputs, *(Var(b.name("t"), t) for t in extra)]
     outs = block.outputs if outputs is None else tuple(block.outputs[i] for i in outputs)
     return vjp.add(name, Block(tuple(inputs[i] for i in order), block.eqns, outs))

@@ -96,7 +96,7 @@ def shares(
         if i not in rows and (i == 0 or (isinstance(x, Var) and is_float(x.dtype)))
     }
     counts = list(dict.fromkeys(t.count for terms in summed.values() for t in terms if t.count is not None))
-    b = _after(main)
+    b = Builder.after(main)
     given = {c: b.input(f"count_{i}" if i else "count", c.type) for i, c in enumerate(counts)}
     roles = {**program.roles, **{v.name: Role("count", str(i)) for i, v in enumerate(given.values())}}
     outputs = list(main.outputs)
@@ -298,9 +298,8 @@ class _Loss:
 
 def _means_apart(block: Block) -> Block:
     """Mean cross entropies over targets that may be ignored, as a sum over a count."""
-    b = Builder()
+    b = Builder(names_of=block)
     b.inputs = list(block.inputs)
-    b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
     for eqn in block.eqns:
         x, target, weight = eqn.inputs if eqn.op in (o.cross_entropy, o.nll_loss) else (None, None, None)
         if (
@@ -383,8 +382,7 @@ def _summed(
     """A scan of a block over pieces of its inputs: the sums of its results, then the last values of its state, then
     what is `stacked`."""
     held = [v for v in part.inputs if v not in pieces and v not in state and v != key]
-    b = Builder()
-    b.reserve(v.name for v in (*part.inputs, *(v for e in part.eqns for v in e.outputs)))
+    b = Builder(names_of=part)
     totals = [Var(b.name(f"sum_{x.name}"), _wide(x.type)) for x in results if isinstance(x, Var)]
     last = {x: i for i, e in enumerate(part.eqns) for x in e.outputs}
     adds: dict[int, list[int]] = {}
@@ -418,12 +416,3 @@ def _summed(
 def _wide(t: Type) -> Type:
     """Sums of 16-bit values are kept in 32."""
     return Type(torch.float32, t.shape) if t.dtype in (torch.float16, torch.bfloat16) else t
-
-
-def _after(block: Block) -> Builder:
-    """A builder that goes on where a block ends."""
-    b = Builder()
-    b.inputs = list(block.inputs)
-    b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
-    b.eqns = list(block.eqns)
-    return b

@@ -69,10 +69,8 @@ def _by_ranks(gradients: Sequence[Any], ranks: Sequence[int]) -> dict[int, list[
 
 class _Watching:
     def __init__(self, program: Program) -> None:
-        self.before, self.b, self.roles = program, Builder(phase="update"), dict(program.roles)
         main = program.main
-        self.b.inputs, self.b.eqns = list(main.inputs), list(main.eqns)
-        self.b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
+        self.before, self.b, self.roles = program, Builder.after(main, phase="update"), dict(program.roles)
         self.updates: dict[str, Any] = {}
 
     def total(self, squares: Sequence[Any]) -> Any:

@@ -68,8 +68,7 @@ class _Narrowing:
     inner: dict[Var, Var] = field(default_factory=dict)
 
     def block(self, block: Block, sunk: dict[int, Type]) -> Block:
-        b = Builder()
-        b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
+        b = Builder(names_of=block)
         inputs = list(block.inputs)
         for j, type_ in sunk.items():
             inputs[j] = b.input(f"{block.inputs[j].name}_narrow", type_)

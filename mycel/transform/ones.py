@@ -19,8 +19,7 @@ from mycel.ops import o
 def with_ones(program: Program, names: Collection[str]) -> Program:
     """The program with these inputs taken to be ones; they stay inputs, which nobody reads."""
     main = program.main
-    b = Builder()
-    b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
+    b = Builder(names_of=main)
     with b:
         ones = {v: o.full(1, shape=v.shape, dtype=v.dtype) for v in main.inputs if v.name in names}
     eqns = (*b.eqns, *(substitute(eqn, ones) for eqn in main.eqns))

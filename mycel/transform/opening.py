@@ -18,9 +18,8 @@ def opened(program: Program, meaning: Callable[[Op], Meaning | None]) -> Program
 
 def opened_block(block: Block, meaning: Callable[[Eqn], Meaning | None]) -> Block:
     """The same for the equations of one block, each looked at by itself."""
-    b = Builder()
+    b = Builder(names_of=block)
     b.inputs = list(block.inputs)
-    b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
     values: dict[Var, Atom] = {}
     with b:
         for eqn in block.eqns:

@@ -85,9 +85,8 @@ def optimise(
     loss_scale = inputs.get(LOSS_SCALE)
     n = len(program.results)
     grads: Sequence[Any] = main.outputs[results:n]
-    b = Builder(phase="update")
+    b = Builder(phase="update", names_of=main)
     b.inputs = list(main.inputs)
-    b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
     b.eqns = list(main.eqns)
     roles = dict(program.roles)
 

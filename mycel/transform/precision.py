@@ -23,7 +23,23 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from mycel.ir import CONTROL, HELD, Atom, Block, Builder, Eqn, Params, Program, Ref, Type, Var, call, lookup, prune
+from mycel.ir import (
+    CONTROL,
+    HELD,
+    Atom,
+    Block,
+    Builder,
+    Eqn,
+    Params,
+    Program,
+    Ref,
+    Type,
+    Var,
+    call,
+    free_name,
+    lookup,
+    prune,
+)
 from mycel.ops import o
 
 READERS = 4  # products that share a cast: a sum of more parts is made in 32 bits
@@ -48,9 +64,7 @@ def _typed_output(block: Block, at: int, old: Atom) -> Block:
     new = block.outputs[at]
     if not isinstance(old, Var) or not isinstance(new, Var) or new.dtype == old.dtype:
         return block
-    b = Builder()
-    b.inputs, b.eqns = list(block.inputs), list(block.eqns)
-    b.reserve(v.name for v in (*b.inputs, *(v for e in b.eqns for v in e.outputs)))
+    b = Builder.after(block)
     with b:
         out = o.cast(new, dtype=old.dtype)
     return Block(block.inputs, tuple(b.eqns), (*block.outputs[:at], out, *block.outputs[at + 1 :]))
@@ -73,17 +87,13 @@ class _Change:
         key = (name, tuple(types), tuple(state), outs)
         if key not in self.renamed:
             block = self.block(self.program.blocks[name], types, state, outs)
-            new, i = name, 1
-            while new in self.blocks or new == self.program.entry:
-                i += 1
-                new = f"{name}_{i}"
+            new = free_name(name, {*self.blocks, self.program.entry})
             self.blocks[new] = block
             self.renamed[key] = new
         return self.renamed[key]
 
     def block(self, old: Block, types: list[Type], state: list[bool], outs: tuple[Type, ...] | None) -> Block:
-        b = Builder()
-        b.reserve(v.name for v in (*old.inputs, *(v for e in old.eqns for v in e.outputs)))
+        b = Builder(names_of=old)
         inputs = [Var(v.name, t) for v, t in zip(old.inputs, types, strict=True)]
         values: dict[Var, Atom] = dict(zip(old.inputs, inputs, strict=True))
         weights = {v for v, s in zip(inputs, state, strict=True) if s and v.dtype == torch.float32}

@@ -51,7 +51,7 @@ def with_routing(program: Program, at: int) -> tuple[Program, list[RoutedLayer]]
     if not layers:
         return program, []
     main = blocks[program.entry]
-    b = _builder(main)
+    b = Builder(names_of=main)
     with b:
         routed = o.cat(*(site.routed for site in sites[program.entry]), dim=0)
     outputs = main.outputs[: len(program.main.outputs)]
@@ -64,17 +64,11 @@ def _layer(program: Program, site: _Site) -> RoutedLayer:
     return RoutedLayer(tuple(sorted(names)), site.routed.shape[0] - 1, site.choices)
 
 
-def _builder(block: Block) -> Builder:
-    b = Builder()
-    b.reserve(v.name for v in (*block.inputs, *(v for eqn in block.eqns for v in eqn.outputs)))
-    return b
-
-
 def _counted(
     block: Block, blocks: Mapping[str, Block], sites: Mapping[str, Sequence[_Site]]
 ) -> tuple[Block, list[_Site]]:
     """A block that also returns what its layers get, those of blocks that it calls among them."""
-    b, here = _builder(block), list[_Site]()
+    b, here = Builder(names_of=block), list[_Site]()
     producers = {v: eqn for eqn in block.eqns for v in eqn.outputs}
     for eqn in block.eqns:
         inner = sites[eqn.params["block"]] if eqn.op is call else ()

@@ -15,9 +15,8 @@ LOSS_SCALE = Role("counter", "loss_scale")
 def with_scale(program: Program) -> Program:
     """The program with an input for the loss scale."""
     main = program.main
-    b = Builder()
+    b = Builder(names_of=main)
     b.inputs = list(main.inputs)
-    b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
     scale = b.input("loss_scale", Type(torch.float32, ()))
     block = replace(main, inputs=tuple(b.inputs))
     return replace(
@@ -31,8 +30,7 @@ def scaled(program: Program) -> Program:
     if scale is None:
         return program
     main, n = program.main, len(program.results)
-    b = Builder()
-    b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
+    b = Builder(names_of=main)
     with b:
         loss = o.mul(main.outputs[0], scale)
     block = Block(main.inputs, (*main.eqns, *b.eqns), (*main.outputs[:n], loss, *main.outputs[n:]))

@@ -31,9 +31,7 @@ def share_updates(program: Program, codecs: Mapping[str, str], axis: str) -> Pro
     main, inputs, roles = program.main, program.by_role(), dict(program.roles)
     n = len(program.results)
     updates: dict[str, Any] = dict(zip(program.updates, main.outputs[n:], strict=True))
-    b = Builder(phase="update")
-    b.inputs, b.eqns = list(main.inputs), list(main.eqns)
-    b.reserve(v.name for v in (*main.inputs, *(v for e in main.eqns for v in e.outputs)))
+    b = Builder.after(main, phase="update")
     with b:
         skipped = inputs[SKIPPED]
         is_taken = o.eq(updates[skipped.name], skipped)

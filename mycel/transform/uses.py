@@ -283,8 +283,6 @@ def _join(kind: str, a: Any, b: Any) -> Any:
 
 def _builder(block: Block, names: Block | None = None) -> Builder:
     """That goes on writing a block."""
-    b = Builder()
+    b = Builder(names_of=names or block)
     b.inputs, b.eqns = list(block.inputs), list(block.eqns)
-    whole = names or block
-    b.reserve(v.name for v in (*whole.inputs, *(v for e in whole.eqns for v in e.outputs)))
     return b

@@ -21,7 +21,22 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mycel.errors import GradientError
-from mycel.ir import CONTROL, Atom, Block, Builder, Eqn, Params, Program, Ref, Type, Var, call, is_float, lookup
+from mycel.ir import (
+    CONTROL,
+    Atom,
+    Block,
+    Builder,
+    Eqn,
+    Params,
+    Program,
+    Ref,
+    Type,
+    Var,
+    call,
+    free_name,
+    is_float,
+    lookup,
+)
 from mycel.ops import o
 from mycel.ops.stack import zeros
 
@@ -115,10 +130,7 @@ class Vjp:
 
     def add(self, name: str, block: Block) -> str:
         """Enter a block under a free name."""
-        unique, i = name, 1
-        while unique in self.blocks:
-            i += 1
-            unique = f"{name}_{i}"
+        unique = free_name(name, self.blocks)
         self.blocks[unique] = block
         return unique
 
@@ -160,8 +172,7 @@ class Half:
 
     def __init__(self, vjp: Vjp, block: Block, active: Sequence[bool], beside: Builder | None = None) -> None:
         self.vjp, self.block = vjp, block
-        self.forward = Builder(beside)
-        self.forward.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
+        self.forward = Builder(beside, names_of=block)
         self.backward = Builder(beside=self.forward, phase="backward")
         self.names: dict[str, str] = {}
         self.active = {v for v, a in zip(block.inputs, active, strict=True) if a and is_float(v.dtype)}

@@ -86,7 +86,7 @@ def _slots(branches: list[list[Type]]) -> tuple[list[Type], list[list[int]]]:
 def _branch_forward(vjp: Vjp, pair: Pair, slots: list[Type], places: list[int]) -> str:
     block = vjp.blocks[pair.forward]
     n = len(block.outputs) - len(pair.residuals)
-    b = _writer(block)
+    b = Builder(names_of=block)
     own = dict(zip(places, block.outputs[n:], strict=True))
     with b:
         kept = [own[i] if i in own else zeros(t) for i, t in enumerate(slots)]
@@ -173,7 +173,7 @@ def forward_loop(half: Half, eqn: Eqn) -> Pull:
 
 def _loop_forward(vjp: Vjp, pair: Pair, pushed: list[Var], stacks: list[Type]) -> str:
     block = vjp.blocks[pair.forward]
-    b = _writer(block)
+    b = Builder(names_of=block)
     extra = [b.input("stack", t) for t in stacks]
     with b:
         values: list[Any] = [*pushed] or [True]
@@ -289,7 +289,7 @@ def forward_scan(half: Half, eqn: Eqn) -> Pull:
 
 def _scan_forward(vjp: Vjp, pair: Pair, plain: list[Var], deep: list[Var], stacks: list[Type], m: int, n: int) -> str:
     block = vjp.blocks[pair.forward]
-    b = _writer(block)
+    b = Builder(names_of=block)
     extra = [b.input("stack", t) for t in stacks]
     with b:
         full = [o.stack_push(s, v) for s, v in zip(extra, deep, strict=True)]
@@ -373,16 +373,9 @@ def custom_cotangents(b: Builder, eqn: Eqn, gs: Sequence[Any]) -> list[Any]:
 def _with_extra(vjp: Vjp, name: str, extra: list[Type]) -> str:
     """A loop's test behind a longer state."""
     block = vjp.blocks[name]
-    b = _writer(block)
+    b = Builder(names_of=block)
     more = [b.input("stack", t) for t in extra]
     return vjp.add(f"{name}_longer", Block((*block.inputs, *more), block.eqns, block.outputs))
-
-
-def _writer(block: Block) -> Builder:
-    """A builder for more equations of a block."""
-    b = Builder()
-    b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
-    return b
 
 
 def _call(b: Builder, name: str, inputs: tuple[Atom, ...], types: list[Type]) -> Any:

@@ -35,8 +35,7 @@ def wide_products(program: Program, slow: Mapping[torch.dtype, int]) -> Program:
 def _widened(block: Block, slow: Mapping[torch.dtype, int]) -> Block:
     if not any(is_slow_product(eqn, slow) for eqn in block.eqns):
         return block
-    b = Builder()
-    b.reserve(v.name for v in (*block.inputs, *(v for e in block.eqns for v in e.outputs)))
+    b = Builder(names_of=block)
     with b:
         for eqn in block.eqns:
             if is_slow_product(eqn, slow):
