@@ -5,13 +5,15 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 from tiny_plans import Tiny, TinyStep, tiny_step
 
 from mycel.errors import PlanError
-from mycel.plan import decide, ladder
+from mycel.offloading import FAR
+from mycel.plan import KINDS, decide, ladder
 from mycel.plan.cluster import Cluster
 from mycel.search_order import GAIN
 from mycel.search_space import Shape
@@ -89,3 +91,33 @@ def test_no_other_values_to_compute_again_are_faster(seed):
         assert decided.times.peak["device"] <= limit
         assert decided.times.seconds <= least * 1.001, (limit, decided.times.seconds / least)
     assert laid_out.pairs == 2
+
+
+def every_offload() -> list[dict[str, str]]:
+    """All that may be on the host, each kind all or nothing; state that is there is updated here or there."""
+    kinds = [dict(zip(KINDS, each, strict=True)) for each in itertools.product(("none", "host"), repeat=len(KINDS))]
+    return [
+        {**kind, "update": where}
+        for kind in kinds
+        for where in (("device", "host") if kind["optimizer"] == "host" else ("device",))
+    ]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_other_offload_within_a_limit_is_faster(seed):
+    """But for what is left alone because it could gain little; and the bound is below all of them."""
+    rng = random.Random(seed)
+    step, _ = tiny_step(rng)
+    while not step.momentum or len(step.batch["x"]) % step.cluster.world:
+        step, _ = tiny_step(rng)
+    shape = Shape(dp=step.cluster.world)
+    free = step.search().price(shape).peak
+    limit = round(free * rng.uniform(0.6, 0.95))
+    every = [step.search(memory=limit, offload=each).price(replace(shape, offload=True)) for each in every_offload()]
+    plan_search = step.search(memory=limit)
+    auto = plan_search.price(replace(shape, offload=True))
+    seconds = [c.seconds for c in every if c.fits]
+    assert auto.fits == bool(seconds)
+    if seconds:
+        assert auto.peak <= limit and plan_search.bound <= min(seconds)
+        assert auto.seconds <= min(seconds) * (1 + FAR)
