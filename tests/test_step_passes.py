@@ -131,7 +131,7 @@ def test_shares_go_by_terms():
     shared, counting, _ = transform.shares(check(Program.parse(text)), big, WEIGHTS, BATCH, 2)
     assert len(counting.results) == 1
     main = str(check(shared)).split("def main")[1]
-    assert "div(r, 2)" in main and ", count)" in main  # by the number of parts, and by the count
+    assert "div(m, 2)" in main and ", count)" in main  # by the number of parts, and by the count
 
 
 def test_precision():

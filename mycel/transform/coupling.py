@@ -115,7 +115,9 @@ class _Walk:
                 batch, trained = any(g.batch for g in given), any(g.trained for g in given)
                 pairs = zip(eqn.outputs, large.outputs, strict=True)
                 place = self.counts(eqn, large, given)
-                uneven = any(g.uneven for g in given) or (not batch and self.is_uneven(eqn, large, given))
+                uneven = any(g.uneven for g in self.copied(eqn, given)) or (
+                    not batch and self.is_uneven(eqn, large, given)
+                )
                 outs = [
                     _Known(
                         batch,
@@ -128,6 +130,11 @@ class _Walk:
                 ]
                 self.judge(eqn, large, given, outs)
             known.update(zip(eqn.outputs, outs, strict=True))
+
+    def copied(self, eqn: Eqn, given: Sequence[_Known]) -> list[_Known]:
+        """The operands whose numbers are in the result: not the own places at which rows are looked up."""
+        is_own = eqn.op.looked_up is not None and given[0].rows > 0
+        return [g for k, g in enumerate(given) if not (is_own and k > 0 and g.place)]
 
     def judge(self, eqn: Eqn, large: Eqn, given: Sequence[_Known], outs: Sequence[_Known]) -> None:
         """Note the line of an equation in which rows meet."""

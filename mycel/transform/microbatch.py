@@ -47,14 +47,7 @@ from mycel.transform.dce import dce
 from mycel.transform.vjp import Vjp, active_vars
 
 BODY = "part"
-LIMITS = (
-    o.cast,
-    o.clamp,
-    o.maximum,
-    o.minimum,
-    o.add,
-    o.sub,
-)  # what is done to a count before something is divided by it
+LIMITS = (o.cast, o.clamp, o.maximum, o.minimum, o.add, o.sub)  # done to a count before something is divided by it
 NEXT = 1 << 40  # the key of the next part is the child of this one's that no draw or call is
 
 
@@ -216,7 +209,7 @@ class _Loss:
 
     def terms(self, x: Atom, outer: tuple[Eqn, ...] = ()) -> list[Term]:
         eqn = self.producers.get(x) if isinstance(x, Var) else None
-        if eqn is None:
+        if eqn is None or x not in self.varying:
             return [Term(x, outer=outer)]
         name, (a, b) = eqn.op.name, (*eqn.inputs, None, None)[:2]
         if name in ("add", "sub") and eqn.outputs[0].shape == ():
@@ -257,7 +250,7 @@ class _Loss:
     def is_factor(self, x: Atom) -> bool:
         """A number, or a scalar that is the same for all parts."""
         if isinstance(x, Var):
-            return x.shape == () and x not in self.moving and x not in self.varying
+            return x.shape == () and x not in self.varying
         return isinstance(x, (int, float))
 
     def limited(self, count: Var) -> tuple[Var, tuple[Eqn, ...]]:
