@@ -20,19 +20,19 @@ train: setup           ## a small model on Python's own sources: about three min
 	$(BIN)/mycel train
 
 test: setup            ## everything
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 3 --dist worksteal
 
 sweeps: setup          ## everything, and all cases of the long sweeps
-	MYCEL_SWEEPS=all $(BIN)/python -m pytest -n 2 --dist worksteal
+	MYCEL_SWEEPS=all $(BIN)/python -m pytest -n 3 --dist worksteal
 
 check: setup           ## lint, types, fast tests
 	$(BIN)/ruff check mycel tests bench docs examples
 	$(BIN)/ruff format --check mycel tests bench docs examples
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not slow"
 
 accept: setup          ## rewrite golden texts; read the diff before committing
-	MYCEL_ACCEPT=1 $(BIN)/python -m pytest -n 2 --dist worksteal $$(grep -l "^from golden import" tests/test_*.py)
+	MYCEL_ACCEPT=1 $(BIN)/python -m pytest -n 3 --dist worksteal $$(grep -l "^from golden import" tests/test_*.py)
 
 docs: setup            ## the site from docs/ in site/: every link checked, nothing fetched when it is read
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

@@ -143,7 +143,9 @@ def test_mycel_plan_prices_places(tmp_path):
 
 
 def test_a_step_finds_places_by_itself(monkeypatch):
-    """`train_step(plan="auto")`, as one of two ranks."""
+    """`train_step(plan="auto")`, as one of two ranks, of which the other is not there to be asked."""
+    monkeypatch.setattr("mycel.corrections.from_first", lambda make: make())
+    monkeypatch.setattr("mycel.corrections.ranks_on_a_host", lambda: 2)
     for name, value in {"RANK": 1, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}.items():
         monkeypatch.setenv(name, str(value))
     model = Wide().to("meta")

@@ -253,9 +253,9 @@ NO_SUMS = {
 
 
 @pytest.mark.parametrize("name", NO_SUMS)
-def test_a_loss_that_is_no_sum_over_the_batch_is_told(name):
-    with pytest.warns(UserWarning, match="no sum or mean over the batch"):
-        beside(mlp, sgd(), rows, NO_SUMS[name], accumulate=2, steps=1)
+@pytest.mark.filterwarnings("error")
+def test_a_loss_that_is_no_sum_over_the_batch_is_that_of_all_of_it(name):
+    agree(beside(mlp, sgd(), rows, NO_SUMS[name], accumulate=2), params=1e-5)
 
 
 @pytest.mark.parametrize("count", [5, torch.tensor(5)])

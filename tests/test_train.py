@@ -199,7 +199,7 @@ def test_what_will_run_and_what_came_of_it(disk, tmp_path, mycel):
     ), output
     assert "\ndone\n" in output and "12 steps in " in output and "\x1b" not in output
     assert re.search(r"a step +[\d.]+ (ms|s) measured, [\d.]+ (µs|ms|s) predicted \(", output), output
-    there = "checkpoints config.yaml curve.png metrics.jsonl model predicted.json tensorboard"
+    there = "checkpoints config.yaml corrections.json curve.png metrics.jsonl model predicted.json tensorboard"
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [".lock", *there.split()]
     assert (tmp_path / "run" / "curve.png").read_bytes()[1:4] == b"PNG"
     module = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
