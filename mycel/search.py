@@ -150,6 +150,12 @@ class Search:
     def _peak_parts(self, candidate: Candidate) -> dict[str, int]:
         """What the memory of a rank is full of at the peak."""
         parameters, state = map(int, self.held_parts(candidate.shape))
+        lowered = candidate.outcome.lowered if candidate.outcome is not None else None
+        if candidate.shape.offload and lowered is not None and lowered.pipeline is None:  # what is not on the host
+            here = Counter[str]()
+            for v in lowered.program.inputs:
+                here[lowered.program.role(v).kind] += v.type.bytes if v.type.space == DEVICE else 0
+            parameters, state = here["parameter"], here["state"]
         libraries = min(WORKSPACE, candidate.peak) if self.cluster.memory else 0
         rest = max(0, candidate.peak - parameters - state - libraries)
         kinds = {"parameters": parameters, "optimizer_state": state, "activations_and_gradients": rest}

@@ -157,9 +157,12 @@ def test_what_a_step_waits_for_the_host_is_no_message():
     meanwhile."""
     best = plans("one.yaml", "parallel.plan={offload: {optimizer: host}}")[0]
     parts, state = best["seconds"], 8 * PARAMETERS
-    assert best["peak_parts"]["optimizer_state"] == 0 and best["bytes_sent"] == {}
+    assert best["peak_parts"]["optimizer_state"] <= 64, "counts of steps alone"
+    assert best["bytes_sent"] == {}
     assert parts["exposed_communication"] == pytest.approx(0.0, abs=1e-9)
     assert state / HOST - parts["compute"] <= parts["exposed_offload"] <= 2 * state / HOST
+    stays = plans("one.yaml", "parallel.plan={offload: {activations: host}}")[0]
+    assert stays["peak_parts"]["optimizer_state"] == pytest.approx(state, rel=1e-3)
 
 
 def test_a_table_for_people_and_as_many_rows_as_are_asked_for(here):
