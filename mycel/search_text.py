@@ -38,7 +38,7 @@ def table(answer: Answer, top: int = 5) -> str:
         lines.append("  ".join(cells).rstrip())
     best = answer.best
     if best is not None:
-        gap = best.seconds / answer.bound - 1 if answer.bound else 0.0
+        gap = max(0.0, best.seconds / answer.bound - 1) if answer.bound else 0.0  # sums differ in their last digit
         parts = ", ".join(f"{shown(n)} {name.replace('_', ' ')}" for name, n in best.peak_parts.items())
         lines += ["", f"memory     {shown(best.peak)} at the peak of the first plan: {parts}"]
         lines += [f"bound      {span(answer.bound)}: everything computed once, no message waited for"]
