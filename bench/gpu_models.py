@@ -37,6 +37,16 @@ def recurrent(vocabulary: int, width: int):
     return Recurrent()
 
 
+def packed(ids):
+    """Positions of documents of 512 tokens on the mean, one behind the other, each from 0 on."""
+    import torch
+
+    gen = torch.Generator().manual_seed(0)
+    begins = (torch.rand(ids.shape, generator=gen, device="cpu") < 1 / 512).to(ids.device)
+    places = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    return places - (places * begins).cummax(1)[0]
+
+
 def _model(name: str):
     """(the model, the sizes of a batch: vocabulary, rows and length of text, or the number of images)"""
     import transformers as hf
@@ -44,7 +54,7 @@ def _model(name: str):
     match name:
         case "llama-1.1b":
             return hf.LlamaForCausalLM(hf.LlamaConfig(**decoder(2048, 5632, 22, 32, 4, 32000, 2048))), (32000, 8, 2048)
-        case "1b":
+        case "1b" | "packed-1b":
             return hf.LlamaForCausalLM(hf.LlamaConfig(**decoder(2048, 5632, 22, 32, 4, 32000, 2048))), (32000, 16, 2048)
         case "3b":
             return hf.LlamaForCausalLM(hf.LlamaConfig(**decoder(3072, 8192, 28, 24, 8, 32000, 4096))), (32000, 4, 4096)
@@ -124,4 +134,6 @@ def model_and_batch(name: str, device: str = "cuda"):
             batch = {"input_features": torch.randn(sizes[1], 80, 3000, dtype=torch.bfloat16), "labels": ids}
         if name == "bert-mask":
             batch["attention_mask"] = torch.ones_like(ids)
+        if name == "packed-1b":
+            batch["position_ids"] = packed(ids)
     return model.to(torch.bfloat16), batch

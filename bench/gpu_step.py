@@ -32,6 +32,7 @@ WAYS = {
     "overhead": 'torch.compile(mode="reduce-overhead")',
     "tuned": 'torch.compile(mode="max-autotune-no-cudagraphs")',
     "recompute": "torch.compile + full recomputation",
+    "flex": "torch.compile, flex_attention",
     "ours": "mycel",
     "ours-20": 'mycel, memory="20GiB"',
     "again": "mycel, second start",
@@ -43,6 +44,7 @@ MODES = {"overhead": "reduce-overhead", "tuned": "max-autotune-no-cudagraphs"}
 TRANSFORMERS = (
     "1b",
     "3b",
+    "packed-1b",
     "gpt2-medium",
     "gpt2-dropout",
     "bert-large",
@@ -62,6 +64,7 @@ MORE = {
     "1b": ["again", "mesh", "recompute", "ours-20", "fp8"],
     "3b": ["fp8"],
     "deit-tiny": ["overhead"],
+    "packed-1b": ["flex"],
     "resnet-50": ["overhead"],
 }
 STEPS = 10
@@ -159,6 +162,8 @@ def make_step(model, optimizer, way):
         return (lambda batch: ours(**batch)), (lambda: (ours.plan.peak, str(ours.entries[0].replayed or "")))
     if way == "recompute":
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if way == "flex":
+        model.set_attn_implementation("flex_attention")
     run = model if way == "eager" else torch.compile(model, mode=MODES.get(way))
 
     def step(batch):
@@ -239,7 +244,7 @@ def main() -> None:
             if r is not None:
                 results[row.name, row.way] = r
     for name in dict.fromkeys(name for name, _ in rows):
-        theirs = [r for way in ("compile", *MODES) if (r := results.get((name, way)))]
+        theirs = [r for way in ("compile", "flex", *MODES) if (r := results.get((name, way)))]
         best = max(theirs, key=lambda r: r["rows_s"]) if theirs else None
         bars = "1.1, 0.8, 0.35" if name in OTHERS else "1.2, 0.8, 0.35"
         compare(results.get((name, "ours")), best, f"{name}: mycel against the faster torch.compile", bars)

@@ -322,6 +322,43 @@ def test_a_window_in_16_bits(window, width, length):
         assert a.shape == b.shape and (a.double() - b).norm() <= 1e-2 * b.norm()
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+def test_steps_on_documents_are_torchs(kind, compiled):
+    """In 16 bits: documents of many lengths a tile at a time, padding as a mask of columns."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(**sizes, intermediate_size=512, vocab_size=512, use_cache=False)
+    torch.manual_seed(0)
+    ids = torch.randint(0, 512, (2, 600), device="cuda")
+    batch = {"input_ids": ids, "labels": ids}
+    if kind == "packed":
+        positions = torch.cat([torch.arange(n) for n in (16, 300, 120, 31, 133, 25, 352, 90, 133)])
+        batch["position_ids"] = positions.reshape(2, 600).cuda()
+    else:
+        batch["attention_mask"] = (torch.arange(600) < torch.tensor([[600], [410]])).long().cuda()
+        batch["labels"] = torch.where(batch["attention_mask"] == 1, ids, -100)
+    losses = []
+    for ours in (True, False):
+        torch.manual_seed(1)
+        model = LlamaForCausalLM(config).cuda().bfloat16()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if ours:
+            step = mycel.train_step(model, optimizer, compile=compiled)
+            losses.append([float(step(**batch)) for _ in range(6)])
+            continue
+        rows = []
+        for _ in range(6):
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            rows.append(float(loss))
+        losses.append(rows)
+    assert losses[0] == pytest.approx(losses[1], rel=5e-3) and losses[0][-1] < losses[0][0] - 0.3
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_recorded_step_is_the_step(accumulate):
     """A CUDA graph replays what the code does: losses, weights and random numbers, with a schedule."""

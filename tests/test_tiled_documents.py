@@ -13,29 +13,38 @@ import torch
 
 from mycel.ops.document_tiles import meeting
 
-SEEDS = 6
+SEEDS = 24 if torch.cuda.is_available() else 6
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_tiles_that_meet_are_inside_the_bounds(seed):
     """What rows and columns of two tiles share lies between the first place and the end; of packed documents no tile at
-    either end is left that shares nothing."""
+    either end is left that shares nothing; and where all is said to be of one document, it is, and nothing beside."""
     gen = torch.Generator().manual_seed(seed)
     rows, columns, size, step = 40 + 7 * seed, 150 - 5 * seed, 16, 32
     ids = [torch.randint(0, 6, (3, n, 1 + seed % 2), generator=gen) for n in (rows, columns)]
     ids = [x.sort(1)[0] for x in ids] if seed % 4 else ids
-    bounds = meeting(*ids, size, step)
+    bounds, tiles = meeting(*ids, size, step), -(-columns // step)
     for b in range(3):
         for t in range(bounds.shape[1]):
             mine = ids[0][b, t * size : (t + 1) * size]
             shared = (mine.unsqueeze(1) == ids[1][b].unsqueeze(0)).all(2).any(0).nonzero().flatten()
-            first, end = bounds[b, t].tolist()
+            first, end, inner, outer = bounds[b, t].tolist()
             assert not len(shared) or (first <= shared[0] and shared[-1] < end)
             if seed % 4 and ids[0].shape[2] == 1:
                 near = range(first // step, -(-end // step)) if first < end else ()
                 parts = [columns_of(ids[1][b], i, step) for i in near]
                 overlap = [bool((p.min() <= mine.max()) & (mine.min() <= p.max())) for p in parts]
                 assert not overlap or (overlap[0] and overlap[-1])
+            alone = [len(torch.cat([mine, columns_of(ids[1][b], i, step)]).unique(dim=0)) == 1 for i in range(tiles)]
+            assert alone[inner // step : outer // step] == [True] * (outer // step - inner // step)
+            assert (inner // step, outer // step) == stretch(alone)
+
+
+def stretch(flags):
+    """Where the first marked ones begin and end."""
+    first = flags.index(True) if True in flags else len(flags)
+    return first, flags.index(False, first) if False in flags[first:] else len(flags)
 
 
 def columns_of(ids, tile, step):
@@ -57,7 +66,8 @@ def compare(seed):
 
     rng, gen = random.Random(seed), torch.Generator().manual_seed(seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    n, m, width = rng.choice([(70, 70), (130, 130), (200, 90)]) + (rng.choice([16, 40]),)
+    n, m = rng.choice([(70, 70), (130, 130), (200, 90)] if device == "cpu" else [(130, 130), (700, 700), (900, 400)])
+    width = rng.choice([16, 40] if device == "cpu" else [40, 64, 128, 192])
     shapes = (2, 4, n, width), (2, 2, m, width), (2, 2, m, width)
     q, k, v = (torch.randn(s, generator=gen).to(torch.float16).to(device) for s in shapes)
     ids = [torch.randint(0, rng.choice([2, 5, 40]), (2, x, 1), generator=gen) for x in (n, m)]

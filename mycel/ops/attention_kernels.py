@@ -6,7 +6,7 @@
     plain                      products in the wide dtype
     window                     flash where it can; else blocks of rows, each with the columns it sees, by those above
     documents                  on a CPU each document, or a few small ones, by those above (`packed_attention.py`); on
-                               GPUs a mask
+                               GPUs tiled, in 16 bits, else a mask
 
 Copied into generated code by what `attention.py` calls: functions of tensors alone.
 """
@@ -20,9 +20,7 @@ import torch
 from mycel.ops.random import keeps
 
 FEWEST_ROWS = 64  # of a block
-# Tiled kernels take documents on GPUs; else these are a mask there.  They equal plain products in Triton's interpreter
-# (tests/test_tiled_documents.py) and compile for an H200, on which they have not been run.
-TILED_DOCUMENTS = False
+FEW_COLUMNS = 512  # of documents that see both ways: a mask of all pairs is quicker than tiles up to here, on an H200
 SHORT = (
     64  # rows and columns up to which a mask is left to `efficient`: windows of 49 pixels take it a third of the time
 )
@@ -79,8 +77,8 @@ def _sum_groups(dx, like):
 
 
 def _bias(mask, q, k, route):
-    """The mask as a fused kernel wants it: added, four dims; on GPUs full, for `efficient` with rows of aligned
-    length."""
+    """The mask as a fused kernel wants it: added, four dims; on GPUs full, but for heads that cuDNN reads it for: a
+    compiler writes what is expanded; for `efficient` with rows of aligned length."""
     if mask is None:
         return None
     bias = torch.where(mask, 0.0, -math.inf).to(q.dtype) if mask.dtype == torch.bool else mask.to(q.dtype)
@@ -91,7 +89,8 @@ def _bias(mask, q, k, route):
     bias = _dense(bias.expand(*bias.shape[:3], columns))
     if route == "efficient":
         bias = torch.nn.functional.pad(bias.contiguous(), (0, -columns % 16))[..., :columns]
-    return bias.expand(*q.shape[:3], columns)
+    heads = bias.shape[1] if route == "cudnn" else q.shape[1]
+    return bias.expand(q.shape[0], heads, q.shape[2], columns)
 
 
 def _seeing(mask):
@@ -359,6 +358,11 @@ def _is_packed(q, k, v):
     return q.device.type == "cpu" and not traced and 0 not in (*q.shape, *k.shape)
 
 
+def _has_document_tiles(q, k, v, causal, window):
+    """Where tiles that do not meet are left out, and that is quicker than a mask."""
+    return _is_tiled(q, k, v) and (causal or window is not None or k.shape[2] > FEW_COLUMNS)
+
+
 def _document_mask(q, k, mask, rows, columns, causal, window):
     """Documents, structure and a bool mask as one mask of all pairs."""
     seen = (rows.unsqueeze(2) == columns.unsqueeze(1)).all(3).unsqueeze(1)
@@ -381,7 +385,7 @@ def document_attention(q, k, v, mask, draws, rows, columns, causal, scale, windo
 
         numbers = _packed_numbers(causal, scale, window, cap, dropout)
         return packed_attention(q, k, v, mask, draws, rows, columns, *numbers)
-    if TILED_DOCUMENTS and _is_tiled(q, k, v):
+    if _has_document_tiles(q, k, v, causal, window):
         numbers = _tiled_structure(q, k, scale, cap, dropout, causal, window)
         return _tiled(q, k, v, mask, draws, numbers, rows, columns)
     seen = _document_mask(q, k, mask, rows, columns, causal, window)
@@ -395,7 +399,7 @@ def document_attention_grad(g, q, k, v, mask, y, lse, draws, rows, columns, caus
 
         numbers = _packed_numbers(causal, scale, window, cap, dropout)
         return packed_attention_grad(g, q, k, v, mask, y, lse, draws, rows, columns, *numbers)
-    if TILED_DOCUMENTS and _is_tiled(q, k, v):
+    if _has_document_tiles(q, k, v, causal, window):
         numbers = _tiled_structure(q, k, scale, cap, dropout, causal, window)
         return _tiled_grad(g, q, k, v, mask, y, lse, draws, numbers, rows, columns)
     seen = _document_mask(q, k, mask, rows, columns, causal, window)

@@ -6,7 +6,7 @@
                                                    192..255 have 9..9       behind it: not looked at
 
 Each tile is known by the least and the largest of its numbers: exact where documents are packed one behind the other,
-and never less than what meets.
+and never less than what meets.  Tiles of a single document see all of each other: no number of theirs is compared.
 """
 
 from __future__ import annotations
@@ -15,17 +15,25 @@ import torch
 
 
 def meeting(rows, columns, size, step):
-    """For each tile of `size` rows the first place among columns that it may meet, and the end of these, in tiles of
-    `step`: numbers of the two tiles overlap in every key."""
-    least, most = (_tile_numbers(rows, size, end) for end in (False, True))
-    others_least, others_most = (_tile_numbers(columns, step, end) for end in (False, True))
-    meets = (least.unsqueeze(2) <= others_most.unsqueeze(1)) & (others_least.unsqueeze(1) <= most.unsqueeze(2))
-    meets = meets.all(3).to(torch.int32)
-    first = meets.argmax(2) * step
-    end = (meets.shape[2] - meets.flip(2).argmax(2)) * step
-    none = meets.sum(2) == 0
-    bounds = torch.stack([first.masked_fill(none, columns.shape[1]), end.masked_fill(none, 0)], 2)
-    return bounds.to(torch.int32).contiguous()
+    """For each tile of `size` rows, of the places among columns in tiles of `step`: the first that it may meet and the
+    end of these, the first that all of it meets and the end of its neighbours that all of it meets."""
+    least, most = (_tile_numbers(rows, size, end).unsqueeze(2) for end in (False, True))
+    others_least, others_most = (_tile_numbers(columns, step, end).unsqueeze(1) for end in (False, True))
+    meets = ((least <= others_most) & (others_least <= most)).all(3)
+    alone = (least == most) & (others_least == others_most)
+    some, all_ = (_run(x, step) for x in (meets, meets & alone.all(3)))
+    last = (meets.shape[2] - meets.flip(2).to(torch.int32).argmax(2)) * step
+    last = torch.where(some[0] == some[1], 0, last)
+    return torch.stack([some[0], last, *all_], 2).to(torch.int32).contiguous()
+
+
+def _run(flags, step):
+    """The first of the tiles that are marked, and the end of its marked neighbours; the end of all, if none is."""
+    count = flags.shape[2]
+    places = torch.arange(count, device=flags.device)
+    first = torch.where(flags, places, count).amin(2)
+    stop = torch.where(~flags & (places >= first.unsqueeze(2)), places, count).amin(2)
+    return first * step, stop * step
 
 
 def _tile_numbers(ids, size, largest):
