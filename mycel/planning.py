@@ -227,7 +227,7 @@ class LaidOut:
         names, regions = frozenset[str](), dict[str, tuple[str, ...]]()
         if self._outlines:
             woven, names, regions = outlined(woven, self.clock, self.task.hardware)
-        done = lower.Lowered(lower.finished(woven, self.spread, self.plan), names, self.spread)
+        done = lower.Lowered(lower.finished(woven, self.spread, self.plan, self.task.compiled), names, self.spread)
         return Outcome(residuals, done, self.clock(done.program, self.compiled(done)), regions=regions)
 
     @property

@@ -7,18 +7,25 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from distributing import OneDevice, compared, start_values
 from golden import change, golden
+from models import VOCAB, gpt2
 
 from mycel import lower
 from mycel.ir import Builder, Layout, Mesh, Program, Role, Type, check
+from mycel.lower import last_call
 from mycel.lower.encode_gathers import EncodedGathers, encode_gathers
 from mycel.lower.encode_sends import encode_rows_of_experts, encode_sends
+from mycel.lower.last_call import divided_last_call
 from mycel.lower.places import Crossing
 from mycel.lower.wide_sums import add_wide
 from mycel.ops import o
 from mycel.ops.codecs import Compression
+from mycel.parts import ShardedModel
+from mycel.plan import CPU, Plan
 from mycel.plan.places import read_places
 from mycel.plan.synchronising import SyncPolicy
+from mycel.planning import Task, planned
 from mycel.run import interpret, simulate, simulate_places
 from mycel.run.simulate import put_together, simulate_stages, spread_out
 
@@ -305,3 +312,48 @@ def test_behind_the_last_call_messages_are_waited_for_as_they_were_sent():
     changed = check(lower.overlap(program))
     change("by_arrival", program, changed)
     same_on_ranks(program, changed)
+
+
+LAST_CALL = """
+def layer_backward(g: f32[4,4], x: f32[4,4], v: f32[4,4], w: f32[4,4]):
+  da: f32[4,4] = matmul(g, w) [backward]
+  dw: f32[4,4] = linear_weight(g, x) [backward]
+  db: f32[4] = sum(da, dims=(0,)) [backward]
+  dx: f32[4,4] = matmul(da, v) [backward]
+  dv: f32[4,4] = linear_weight(da, x) [backward]
+  return dx, dw, dv, db
+
+def main(g: f32[4,4], x: f32[4,4], v: f32[4,4], w: f32[4,4]):
+  dx: f32[4,4], dw: f32[4,4], dv: f32[4,4], db: f32[4] = call(g, x, v, w, block=@layer_backward) [backward]
+  half: f32[4,4] = mul(dw, 0.5) [backward]
+  gw: f32[4,4] = all_reduce(half, axes=("dp",), count=2) [backward]
+  gv: f32[4,4] = all_reduce(dv, axes=("dp",), count=2) [backward]
+  gb: f32[4] = all_reduce(db, axes=("dp",), count=2) [backward]
+  return dx, gw, gv, gb
+"""
+
+
+def test_the_last_call_of_backward_becomes_two(monkeypatch):
+    """What is made first is sent beside what is made then; a call with little to send, or in forward, stays whole."""
+    program = check(Program.parse(LAST_CALL))
+    assert divided_last_call(program) is program
+    monkeypatch.setattr(last_call, "LEAST", 16)
+    changed = check(lower.overlap(check(divided_last_call(program))))
+    change("last_call", program, changed)
+    names = [e.op.name for e in changed.main.eqns]
+    assert names.index("call") < names.index("begin") < names.index("call", names.index("call") + 1)
+    same_on_ranks(program, changed)
+    forward = check(Program.parse(LAST_CALL.replace(" [backward]", "")))
+    assert divided_last_call(forward) is forward
+
+
+@pytest.mark.parametrize("zero", ["", "2 over dp"])
+def test_a_step_whose_last_call_is_two_is_that_of_one_device(zero, monkeypatch):
+    monkeypatch.setattr(last_call, "LEAST", 1)
+    ids = torch.randint(0, VOCAB, (4, 16), generator=torch.Generator().manual_seed(0))
+    one = OneDevice.of(gpt2(), {"input_ids": ids, "labels": ids})
+    plan = Plan.read({"mesh": {"dp": 2}, "batch": ["dp"], **({"zero": zero} if zero else {})})
+    inputs = ShardedModel(one.model, one.optimizer, plan).given(one.unsharded)
+    done = planned(Task(one.unsharded.program, one.unsharded.body, CPU, False, *inputs), plan)[1]
+    assert any(name.endswith("_weights") for name in done.program.blocks)
+    compared(one.unsharded.program, done.spread, plan.mesh, start_values(one), done.program)

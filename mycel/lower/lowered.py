@@ -29,6 +29,7 @@ from mycel.lower.encode_gathers import EncodedGathers, encode_gathers
 from mycel.lower.encode_sends import encode_rows_of_experts, encode_sends
 from mycel.lower.hoist import hoist
 from mycel.lower.interleave import interleave
+from mycel.lower.last_call import divided_last_call
 from mycel.lower.offload import offload
 from mycel.lower.overlap import overlap
 from mycel.lower.residency import reside
@@ -72,7 +73,8 @@ def lowered(program: Program, plan: Plan) -> Lowered:
     woven, names = in_pairs(resident, spread, plan, plan.decided.residuals.body), frozenset[str]()
     if plan.decided.compiled:
         woven, names = with_regions(woven, is_chosen(plan.decided.regions))
-    return with_moves(Lowered(finished(woven, spread, plan), names, spread), plan.decided.moved)
+    ordered = finished(woven, spread, plan, plan.decided.compiled)
+    return with_moves(Lowered(ordered, names, spread), plan.decided.moved)
 
 
 def in_pairs(resident: Program, spread: Distributed | None, plan: Plan, body: str) -> Program:
@@ -158,8 +160,11 @@ def with_regions(
     return check(outlined), frozenset(names)
 
 
-def finished(program: Program, spread: Distributed | None, plan: Plan) -> Program:
-    return program if spread is None else with_messages(program, spread, plan)
+def finished(program: Program, spread: Distributed | None, plan: Plan, is_compiled: bool) -> Program:
+    """With its messages begun early; blocks that are compiled stay whole for that."""
+    if spread is None:
+        return program
+    return with_messages(program if is_compiled else check(divided_last_call(program)), spread, plan)
 
 
 def with_messages(program: Program, spread: Distributed | None, plan: Plan) -> Program:
