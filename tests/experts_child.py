@@ -176,7 +176,7 @@ def on_four() -> None:
 
 
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(100, exit=True)  # no test waits for ever
+    faulthandler.dump_traceback_later(200, exit=True)  # no test waits for ever
     if os.environ["WORLD_SIZE"] == "4":
         raise SystemExit(on_four())
     trained(5, 4, "all_gather")

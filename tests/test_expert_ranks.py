@@ -88,9 +88,14 @@ def test_a_rank_is_priced_for_its_share(chosen):
         assert own == whole / 2
 
 
-READY = [("ep", {"ep": 4}), ("ep+tp", {"ep": 2, "tp": 2}), ("dp+ep", {"dp": 2, "ep": 3}), ("zero3+ep", {"dp": 2, "ep": 2})]
+READY = [
+    ("ep", {"ep": 4}),
+    ("ep+tp", {"ep": 2, "tp": 2}),
+    ("dp+ep", {"dp": 2, "ep": 3}),
+    ("zero3+ep", {"dp": 2, "ep": 2}),
+]
 FURTHER = [("mixtral", "zero3+ep+cp", {"dp": 2, "ep": 2, "cp": 2}), ("olmoe", "zero2+ep+tp", {"dp": 2, "ep": 2, "tp": 2}),
-           ("qwen2_moe", "ep+tp+cp", {"ep": 2, "tp": 2, "cp": 2})]  # fmt: skip
+           ("qwen2_moe", "dp+ep+tp+cp", {"dp": 2, "ep": 2, "tp": 2, "cp": 2})]  # fmt: skip
 
 
 @pytest.mark.parametrize("name, names, sizes", [*((name, *plan) for name in FAMILIES for plan in READY), *FURTHER])
