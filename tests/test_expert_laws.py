@@ -137,12 +137,11 @@ def any_routing(experts: int, rng: random.Random) -> dict[str, torch.Tensor]:
 
 def any_layout(model: Varied, rng: random.Random) -> Plan:
     """Experts over some axes, the inner width over others, tokens over any; ZeRO or not."""
-    mesh = Mesh(dict(zip(rng.sample(["dp", "ep", "tp"], 3), rng.choice([(2,), (3,), (2, 2), (2, 3), (2, 2, 2)]))))
+    sizes = rng.choice([(2,), (3,), (2, 2), (2, 3), (2, 2, 2)])
+    mesh = Mesh(dict(zip(rng.sample(["dp", "ep", "tp"], len(sizes)), sizes, strict=True)))
     over = {axis: rng.choice("ef-") for axis in mesh.axes}
     while mesh.count([a for a in over if over[a] == "e"]) > model.experts:
         over[next(a for a in over if over[a] == "e")] = "-"
-    if model.form == "halves":
-        over = {axis: "-" if to == "f" else to for axis, to in over.items()}
     entry = {to: ".".join(a for a in over if over[a] == to) or "-" for to in "ef"}
     up, down = [entry["e"], entry["f"], "-"], [entry["e"], "-", entry["f"]]
     up, down = ([s[0], s[2], s[1]] if model.transposed else s for s in (up, down))

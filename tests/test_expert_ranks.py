@@ -94,8 +94,11 @@ READY = [
     ("dp+ep", {"dp": 2, "ep": 3}),
     ("zero3+ep", {"dp": 2, "ep": 2}),
 ]
-FURTHER = [("mixtral", "zero3+ep+cp", {"dp": 2, "ep": 2, "cp": 2}), ("olmoe", "zero2+ep+tp", {"dp": 2, "ep": 2, "tp": 2}),
-           ("qwen2_moe", "dp+ep+tp+cp", {"dp": 2, "ep": 2, "tp": 2, "cp": 2})]  # fmt: skip
+FURTHER = [
+    ("mixtral", "zero3+ep+cp", {"dp": 2, "ep": 2, "cp": 2}),
+    ("olmoe", "zero2+ep+tp", {"dp": 2, "ep": 2, "tp": 2}),
+    ("qwen2_moe", "dp+ep+tp+cp", {"dp": 2, "ep": 2, "tp": 2, "cp": 2}),
+]
 
 
 @pytest.mark.parametrize("name, names, sizes", [*((name, *plan) for name in FAMILIES for plan in READY), *FURTHER])
@@ -210,6 +213,30 @@ def test_a_plan_for_experts_of_a_model_without_says_so():
     one = OneDevice.of(Plain(), {"x": torch.randn(8, 4)})
     with pytest.warns(UserWarning, match=r"ep=2 splits the batch alone: the model has no layer of experts\n  try"):
         lowered_under(one, Plan.read("ep", Mesh(ep=2)))
+
+
+class AllAtOnce(Layer):
+    """Experts that choose their tokens: products of all of them at once, which are no layer of experts."""
+
+    def forward(self, x, scores):
+        weights, ids = scores.softmax(0).t().topk(3)
+        rows = self.gate(x[ids] @ self.up.transpose(1, 2)) @ self.down.transpose(1, 2) * weights.unsqueeze(-1)
+        return (x + torch.zeros_like(x).index_add(0, ids.flatten(), rows.flatten(0, 1))).square().mean()
+
+
+def test_experts_that_choose_their_tokens_split_over_ranks():
+    """Nobody says then that they do not; where nothing lies over `ep`, somebody does."""
+    x, scores = (torch.randn(8, n, dtype=torch.float64) for n in (4, 6))
+    one = OneDevice.of(AllAtOnce(6), {"x": x, "scores": scores})
+    plan = Plan(Mesh(ep=2), SPLIT, ["ep"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        local = lowered_under(one, plan).program
+    products = {e.outputs[0].shape[0] for _, e in walk(local) if e.op.name == "matmul" and e.outputs[0].ndim == 3}
+    assert products == {3}
+    step_equals(one, plan)
+    with pytest.warns(UserWarning, match="ep=2 splits the batch alone"):
+        lowered_under(one, Plan(Mesh(ep=2), {}, ["ep"]))
 
 
 class Plain(nn.Linear):

@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import expert_families
 import pytest
 import torch
 import training
 import transformers as hf
 from distributing import OneDevice
-import expert_families
 from golden import golden
 from training import GPT2, LLAMA, config, measured
 

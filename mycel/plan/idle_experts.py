@@ -75,7 +75,8 @@ def warn_of_unsplit(program: Program, given: Mapping[int, Layout], mesh: Mesh) -
                 f"[{EXPERT_AXIS}{', -' * (v.ndim - 1)}]" if v.ndim == each.weight.ndim else f"[-, {EXPERT_AXIS}]"
             )
             whole |= {re.sub(r"\d+", "*", program.role(v).name): entry(v) for v in sources if v.ndim > 1}
-    if weights and not whole:
+    is_laid_over = lambda v: program.role(v).kind == "parameter" and EXPERT_AXIS in layouts[v].axes
+    if not whole and (weights or any(map(is_laid_over, layouts))):  # products of all experts at once are no such layer
         return
     what, advice = "the model has no layer of experts", "dp, or experts as mycel.experts has them"
     if whole:
