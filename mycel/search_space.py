@@ -225,7 +225,7 @@ class SearchSpace:
             return
         for axis in ("dp", "cp", "tp", "ty"):
             for n in divisors(count := getattr(shape, axis))[1:]:
-                sizes: dict[str, int] = {axis: count // n, "ep": shape.ep * n}
+                sizes: dict[str, Any] = {axis: count // n, "ep": shape.ep * n}
                 candidate = replace(shape, **sizes)
                 if self.has(candidate) and (candidate.ty == 1 or candidate.tp > 1):
                     yield candidate
