@@ -28,7 +28,7 @@ from mycel.lower import Distributed
 from mycel.model_guards import guard
 from mycel.ops.optimisers import StateSlot
 from mycel.optimizers import Bound
-from mycel.plan import Fp8Products, Plan
+from mycel.plan import EXPERT_AXIS, Fp8Products, Plan
 from mycel.run import boxes, part_of, world
 from mycel.transform import without_rows
 
@@ -246,14 +246,14 @@ class ShardedModel(HeldByStage):
                 self.optimizer.state[p][role.name] = self._cut(held, role, p)
 
     def left_whole(self) -> tuple[float, list[str]]:
-        """Of the matrices of a plan that splits parameters, those that it leaves whole on every rank, the largest
-        first; and their share."""
-        if not self.plan.parameters:
+        """Of the matrices of a plan that splits other parameters than experts', those that are whole on every rank, the
+        largest first; and their share."""
+        if not self.plan.parameter_axes - {EXPERT_AXIS}:
             return 0.0, []
-        used = self.plan.parameter_layouts(self.shapes)
+        lying = self.layouts or self.plan.parameter_layouts(self.shapes)
         named = dict(self.model.named_parameters())
         sizes = {name: math.prod(self.shapes[name]) for name in named if len(self.shapes[name]) > 1}
-        whole = sorted((name for name in sizes if used[name].is_whole), key=lambda name: -sizes[name])
+        whole = sorted((name for name in sizes if lying[name].is_whole), key=lambda name: -sizes[name])
         return sum(sizes[name] for name in whole) / max(1, sum(sizes.values())), whole
 
     # -- what this rank takes of a batch

@@ -220,11 +220,15 @@ class SearchSpace:
                 yield replace(shape, tp=shape.tp // ty, ty=ty)
 
     def with_experts(self, shape: Shape) -> Iterator[Shape]:
-        """Experts over some of the ranks that split the batch."""
-        for ep in divisors(shape.dp):
-            candidate = replace(shape, dp=shape.dp // ep, ep=ep)
-            if self.experts > 1 and shape.ep == 1 and ep > 1 and not shape.order and self.has(candidate):
-                yield candidate
+        """Experts over some of the ranks that split the batch, the sequence or parameters."""
+        if self.experts == 1 or shape.order:
+            return
+        for axis in ("dp", "cp", "tp", "ty"):
+            for n in divisors(count := getattr(shape, axis))[1:]:
+                sizes: dict[str, Any] = {axis: count // n, "ep": shape.ep * n}
+                candidate = replace(shape, **sizes)
+                if self.has(candidate) and (candidate.ty == 1 or candidate.tp > 1):
+                    yield candidate
 
     def woven(self, shape: Shape, parts: int | None = None) -> Iterator[Shape]:
         """Two microbatches at once, whose rows travel to experts while the other's compute; `parts`: as many of them as
@@ -237,7 +241,7 @@ class SearchSpace:
     def nearby(self, shape: Shape) -> Iterator[Shape]:
         """One step away: a factor of one axis in another, two axes in each other's place, on any wires; or as it is on
         others."""
-        axes = [a for a in AXES if a != "ep" and (a != "fsdp" or shape.zero)]
+        axes = [a for a in AXES if (a != "ep" or self.experts > 1) and (a != "fsdp" or shape.zero)]
         for a, b in itertools.permutations(axes, 2):
             n, m = getattr(shape, a), getattr(shape, b)
             moved = [(n // k, m * k) for k in divisors(n)[1:]]

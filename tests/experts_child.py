@@ -1,12 +1,15 @@
 """What a rank does in the test of experts on processes:  python experts_child.py.  It trains layers with their
-experts split, beside torch on the whole."""
+experts split, beside torch on the whole; of four ranks, families of the library under ready plans."""
 
 from __future__ import annotations
 
 import copy
 import faulthandler
+import os
+from typing import Any
 
 import torch
+from expert_families import family, quiet, text
 from experts import Layer, Loop, Mixed, Routed, Shared, Stack, routed
 from stepping import plain_step
 
@@ -111,17 +114,17 @@ def broken(plan: dict, layer: str) -> None:
     raise AssertionError("no rank says that a router is broken")
 
 
-def counted() -> None:
+def counted(ranks: int, chosen: int) -> None:
     """A rank puts on the wire what the routing says and no more: with n of its tokens' choices among experts elsewhere,
     and m of others' among its own, forward n rows go and m come back, backward n go with their cotangents and weights,
     and m cotangents of rows and of weights come back."""
-    model = Routed(7, chosen=1)
+    model = Routed(7, chosen=chosen)
     model.router.bias.data /= 4
     x = torch.randn(32, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    ids = model.choices(x)[1].view(2, -1) // 4  # the ranks of the tokens, and of what they choose
+    ids = model.choices(x)[1].view(ranks, -1) // -(-7 // ranks)  # the ranks of the tokens, and of what they choose
     plan = {"batch": ["ep"], "parameters": {"up": ["ep", "-", "-"], "down": ["ep", "-", "-"]}}
     step = mycel.train_step(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False, plan=plan, mesh=Mesh(ep=2)
+        model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False, plan=plan, mesh=Mesh(ep=ranks)
     )
     sent, plain = [0], RankGroup.exchange
 
@@ -134,7 +137,7 @@ def counted() -> None:
     step(x=x)
     RankGroup.exchange = plain
     rank, width = step.state.rank, 4
-    n, m = int((ids[rank] != rank).sum()), int((ids[1 - rank] == rank).sum())
+    n, m = int((ids[rank] != rank).sum()), int((ids == rank).sum() - (ids[rank] == rank).sum())
     assert n != m and sent[0] == 8 * (n * (3 * width + 1) + m * (2 * width + 1)), (sent, n, m)
 
 
@@ -151,8 +154,31 @@ def begun(twin: Mixed, **more: int) -> None:
     assert any(e.op.name == "begin" and e.params["op"] == "exchange_rows" for _, e in walk(step.program))
 
 
+def of_family(name: str, plan: str, sizes: dict[str, int], **more: Any) -> None:
+    """A model of the library under a ready plan; norms and routers compute in 32 bits."""
+    twin = quiet(family(name, **more).double())
+    model = copy.deepcopy(twin)
+    adamw = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, twin)]
+    step = mycel.train_step(model, adamw[0], compile=False, plan=plan, mesh=Mesh(sizes))
+    for _ in range(3):
+        ours, theirs = float(step(**text())), plain_step(twin, adamw[1], text())
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
+    torch.testing.assert_close(step.state_dict()["model"], dict(twin.state_dict()), rtol=1e-5, atol=1e-6)
+    assert {"experts", "experts_grad"} <= {e.op.name for _, e in walk(step.program)}
+
+
+def on_four() -> None:
+    of_family("qwen3_moe", "ep", {"ep": 4})  # 5 experts
+    of_family("gpt_oss", "ep+tp", {"ep": 2, "tp": 2})
+    of_family("deepseek_v3", "zero3+ep", {"dp": 2, "ep": 2})
+    of_family("mixtral", "dp+ep", {"dp": 2, "ep": 2})
+    counted(4, 2)
+
+
 if __name__ == "__main__":
-    faulthandler.dump_traceback_later(100, exit=True)  # no test waits for ever
+    faulthandler.dump_traceback_later(200, exit=True)  # no test waits for ever
+    if os.environ["WORLD_SIZE"] == "4":
+        raise SystemExit(on_four())
     trained(5, 4, "all_gather")
     trained(5, 1, "exchange_rows")
     listed()
@@ -162,6 +188,6 @@ if __name__ == "__main__":
     rows = {"*.up": ["ep", "-", "-"], "*.down": ["ep", "-", "-"]}
     broken({"mesh": {"ep": 2}, "batch": ["ep"], "parameters": rows}, "0")
     broken({"stages": 2, "microbatches": 4}, "0")
-    counted()
+    counted(2, 1)
     begun(Mixed(), microbatches=4, at_once=2)
     begun(Shared())

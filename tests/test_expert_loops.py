@@ -208,7 +208,7 @@ def test_weights_that_are_copied_for_each_token_are_told_of():
 
 
 class Masked(StackedLoop):
-    """All experts at once, of whose results a mask picks; `soft`: all count."""
+    """All experts at once, of whose results a mask or places pick; `soft`: all count."""
 
     def __init__(self, how):
         super().__init__(transposed=True)
@@ -224,16 +224,25 @@ class Masked(StackedLoop):
             taken = F.one_hot(place, 4).to(x) * (hot * (place < 4)).unsqueeze(-1).to(x)
             each = F.gelu(torch.einsum("tec,td->ecd", taken, x) @ self.up) @ self.down
             return torch.einsum("tec,ecd->td", taken * weights[:, :1, None], each).square().mean()
+        if self.how == "gshard":  # the best two, whose places come from a product of masks
+            hot = F.one_hot(ids, 3)
+            place = (hot.flatten(0, 1).cumsum(0).view_as(hot) - 1) * hot
+            slots = F.one_hot(place.sum(-1).clamp(max=3), 4).to(x)
+            taken = torch.einsum("tke,tkc,tk->tec", (hot * (place < 4)).to(x), slots, weights)
+            each = F.gelu(torch.einsum("tec,td->ecd", taken.bool().to(x), x) @ self.up) @ self.down
+            return torch.einsum("tec,ecd->td", taken, each).square().mean()
         if self.how == "all":
             each = torch.einsum("teh,ehd->ted", F.gelu(torch.einsum("td,edh->teh", x, self.up)), self.down)
             return torch.einsum("ted,te->td", each, gates).square().mean()
         each = torch.stack([self.expert(x, i) for i in range(3)], 1)
         if self.how == "soft":
             return (each * scores.unsqueeze(-1)).sum(1).square().mean()
+        if self.how == "indexed":
+            return (each[torch.arange(len(x))[:, None], ids] * weights[..., None]).sum(1).square().mean()
         return (each.gather(1, ids[..., None].expand(-1, -1, 4)) * weights[..., None]).sum(1).square().mean()
 
 
-@pytest.mark.parametrize("how", ["switch", "all", "stacked", "soft"])
+@pytest.mark.parametrize("how", ["switch", "gshard", "all", "stacked", "indexed", "soft"])
 def test_experts_whose_results_a_mask_picks_are_told_of(how, recwarn):
     """Not where all count, and not where a loop over experts is a layer."""
     same_as_torch(Masked(how), torch.randn(6, 4, dtype=torch.float64))

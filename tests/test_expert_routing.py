@@ -11,6 +11,8 @@ from expert_families import family, quiet, text
 from experts import operators
 from stepping import plain_step
 from torch import nn
+from transformers.models.minimax import modeling_minimax
+from transformers.models.mixtral import modeling_mixtral
 from transformers.models.phimoe import modeling_phimoe
 from transformers.models.switch_transformers import modeling_switch_transformers
 
@@ -124,3 +126,33 @@ def test_noise_of_a_router_is_as_in_torch():
         shares.append(ids.view(20000, -1)[:, 0].bincount(minlength=4) / 20000)
     assert (shares[0] > 0).sum() > 1  # drawn
     assert float((shares[0] - shares[1]).abs().max()) < 0.02
+
+
+JITTERED = {
+    "mixtral": lambda **sizes: modeling_mixtral.MixtralSparseMoeBlock(modeling_mixtral.MixtralConfig(**sizes)),
+    "minimax": lambda **sizes: modeling_minimax.MiniMaxSparseMoeBlock(modeling_minimax.MiniMaxConfig(**sizes)),
+    "switch": lambda **sizes: modeling_switch_transformers.SwitchTransformersTop1Router(
+        modeling_switch_transformers.SwitchTransformersConfig(d_model=8, num_experts=4, **sizes)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", JITTERED)
+def test_jitter_of_tokens(name):
+    """Multiplied into them in place: each element with a number of its own, and what follows is of these tokens."""
+    torch.manual_seed(0)
+    layer = JITTERED[name](hidden_size=8, intermediate_size=6, num_local_experts=4, router_jitter_noise=0.3).double()
+    for p in layer.parameters():
+        nn.init.normal_(p, std=0.5)
+    layer.dtype = torch.float64
+
+    def jittered(x):
+        x = x.clone()
+        return layer.train()(x), x
+
+    x = torch.randn(50, 40, 8, dtype=torch.float64)
+    y, after = mycel.jit(jittered, strict=True)(x)
+    noise = after / x
+    assert noise.min() >= 0.7 and noise.max() <= 1.3
+    assert noise.mean() == pytest.approx(1.0, abs=0.01) and noise.std() == pytest.approx(0.6 / 12**0.5, rel=0.02)
+    torch.testing.assert_close(y, layer.eval()(after.clone()))

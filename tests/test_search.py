@@ -375,6 +375,27 @@ def test_each_level_of_wires_carries_what_it_can():
     assert as_one.price(deep.shape).seconds > deep.seconds  # what goes inside an island
 
 
+def test_experts_are_laid_over_ranks():
+    """Where that is fastest, also beside tensor parallelism: no ready plan for them is priced lower."""
+    model = family("olmoe", num_experts=16, hidden_size=64, intermediate_size=256)
+    plan_search = of(model)
+    best = plan_search.run().best
+    assert best.shape.ep > 1
+    meshes = {"ep": {"ep": 4}, "dp+ep": {"dp": 2, "ep": 2}, "zero3+ep": {"dp": 2, "ep": 2}, "ep+tp": {"ep": 2, "tp": 2}}
+    for names, sizes in meshes.items():
+        assert best.seconds <= 1.02 * plan_search._timed(Shape(**sizes), Plan.read(names, Mesh(sizes))).seconds, names
+
+
+def test_ranks_for_experts_come_from_any_axis():
+    space = of(family("olmoe")).space
+    found = lambda **sizes: {str(shape.mesh) for shape in space.with_experts(Shape(**sizes))}
+    assert found(dp=4) == {str(Mesh(dp=2, ep=2)), str(Mesh(ep=4))}
+    assert found(tp=2, cp=2) == {str(Mesh(ep=2, tp=2)), str(Mesh(ep=2, cp=2))}
+    assert found(tp=2, ty=2) == {str(Mesh(ep=2, tp=2))}  # ty alone is none
+    assert found(ep=2, tp=2) == {str(Mesh(ep=4))} and not found(ep=4, tp=2)  # 4 experts
+    assert not [*of(Blocks()).space.with_experts(Shape(dp=4))]
+
+
 def test_rows_of_experts_travel_beside_other_experts():
     """Two microbatches at once are a neighbour of a plan with experts over ranks, as many as are given if they are."""
     plan_search = of(family("olmoe"), cluster=TWO)

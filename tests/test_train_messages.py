@@ -9,22 +9,28 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import expert_families
 import pytest
 import torch
 import training
 import transformers as hf
+from distributing import OneDevice
 from golden import golden
 from training import GPT2, LLAMA, config, measured
 
 from mycel.errors import CheckpointError, MycelError, PlanError, TrainError
 from mycel.ir import Mesh
+from mycel.parts import ShardedModel
+from mycel.plan import Plan
 from mycel.run.folder import RunFolder
 from mycel.train import expert_load
 from mycel.train.config import Config, Parallel, dump
 from mycel.train.config import load as load_config
 from mycel.train.loop import train
 from mycel.train.ranks import _axes
+from mycel.train.summary import _left_whole
 
 disk = training.disk  # a fixture
 
@@ -248,26 +254,37 @@ def test_a_plan_over_several_axes_wants_a_mesh():
     golden("told_axes_of_a_plan", str(error.value))
 
 
-def test_a_plan_that_leaves_most_of_a_model_whole_says_so():
-    from types import SimpleNamespace
+def left_whole(held: ShardedModel, name: str) -> list[str]:
+    return _left_whole(
+        SimpleNamespace(team=SimpleNamespace(plan=held.plan, name=name), step=SimpleNamespace(parts=held))
+    )
 
-    from mycel.parts import ShardedModel
-    from mycel.plan import Plan
-    from mycel.train.summary import _left_whole
 
+def held_under(kind: type[hf.PreTrainedConfig], name: str, mesh: Mesh) -> ShardedModel:
     sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
-    notes = []
-    for kind in (hf.MambaConfig, hf.LlamaConfig, hf.MixtralConfig):
-        with torch.device("meta"):
-            model = hf.AutoModelForCausalLM.from_config(kind(**sizes, vocab_size=32))
-        plan = Plan.read("tp", Mesh(tp=2))
-        held = ShardedModel(model, torch.optim.SGD(model.parameters()), plan)
-        team = SimpleNamespace(plan=plan, name="tp")
-        notes.append(_left_whole(SimpleNamespace(team=team, step=SimpleNamespace(parts=held))))
+    with torch.device("meta"):
+        model = hf.AutoModelForCausalLM.from_config(kind(**sizes, vocab_size=32))
+    return ShardedModel(model, torch.optim.SGD(model.parameters()), Plan.read(name, mesh))
+
+
+def test_a_plan_that_leaves_most_of_a_model_whole_says_so():
+    helds = [held_under(kind, "tp", Mesh(tp=2)) for kind in (hf.MambaConfig, hf.LlamaConfig, hf.MixtralConfig)]
+    notes = [left_whole(held, "tp") for held in helds]
     assert notes[1] == notes[2] == []
-    share, whole = held.left_whole()  # of Mixtral: experts are split, routers are not
+    share, whole = helds[2].left_whole()  # of Mixtral: experts are split, routers are not
     assert share < 0.05 and whole and all(name.endswith("gate.weight") for name in whole), (share, whole)
     golden("told_left_whole", notes[0][0])
+
+
+def test_what_is_whole_beside_experts_is_meant_to_be():
+    """And what ZeRO splits is not whole; the axis that is told of is one for other parameters."""
+    for name, mesh in (("ep", Mesh(ep=2)), ("zero3+ep", Mesh(dp=2, ep=2)), ("zero3+ep+tp", Mesh(dp=2, ep=2, tp=2))):
+        one = OneDevice.of(expert_families.family("mixtral", vocab_size=2048), expert_families.text())
+        held = ShardedModel(one.model, one.optimizer, Plan.read(name, mesh))
+        held.given(one.unsharded)
+        assert left_whole(held, name) == []
+    (note,) = left_whole(held_under(hf.MambaConfig, "tp+ep", Mesh(tp=2, ep=2)), "tp+ep")
+    assert note.endswith("parameters: {'*.x_proj.weight': [tp, -]}")
 
 
 # -- the folder ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from mycel.ir import Block, Eqn, Program, Var, call
 from mycel.ops import o
 
 _WARNED: set[str] = set()  # lines that were told of
-_PICKS = (o.gather, o.mul)
+_PICKS = (o.gather, o.index, o.mul)
 
 
 def warn_of_masks(program: Program) -> None:
@@ -40,6 +40,7 @@ def masked(block: Block, parameters: frozenset[Var]) -> Iterator[tuple[Eqn, int]
     """Equations that pick of what all experts give by choices among them; and how many experts there are."""
     counts: set[int] = set()  # of experts
     chosen: set[Var] = set()  # what is made of ids
+    weights: set[Var] = set()  # what is made of the best scores alone
     results: set[Var] = set()  # of products, and what is made of these
     given: dict[Var, int] = {}  # what all experts give
     for eqn in block.eqns:
@@ -49,14 +50,17 @@ def masked(block: Block, parameters: frozenset[Var]) -> Iterator[tuple[Eqn, int]
         if picked and isinstance(scores, Var) and eqn.params.get("dim") in (scores.ndim - 1, None):
             counts.add(scores.shape[-1])
             chosen.update(picked)
+            weights.update(eqn.outputs)
             continue
         here = next((given[v] for v in eqn.vars if v in given), 0)
         if any(v in chosen for v in eqn.vars):
             if here and (is_product or eqn.op in _PICKS):
                 yield eqn, here
-            elif not here and not is_product:
+            elif not here and (not is_product or chosen.union(weights).issuperset(eqn.vars)):  # without tokens
                 chosen.update(eqn.outputs)
             continue
+        if eqn.vars and weights.issuperset(eqn.vars):
+            weights.update(eqn.outputs)
         if is_product or any(v in results for v in eqn.vars):
             results.update(v for v in eqn.outputs if v.dtype.is_floating_point)
         of = [v.shape[0] for v in eqn.vars if v in parameters and v.ndim == 3 and v.shape[0] in counts]

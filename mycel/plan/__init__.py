@@ -10,7 +10,7 @@ from mycel.plan.decided import BlockLayouts, Decided, Predicted, digest
 from mycel.plan.fp8_products import Fp8Products, fp8_products, refuse_without_fp8
 from mycel.plan.hardware import CPU, Hardware, hardware_of, probe_path, probe_text, with_link, with_rates
 from mycel.plan.host_update import HostUpdate, host_updates, leaving_gradients, needed_last
-from mycel.plan.idle_experts import expert_weights, refuse_idle, warn_of_unsplit
+from mycel.plan.idle_experts import EXPERT_AXIS, expert_weights, refuse_idle, warn_of_unsplit
 from mycel.plan.known import KnownLayouts
 from mycel.plan.ledger import (
     BLOCK,
@@ -76,8 +76,8 @@ from mycel.plan.synchronising import SyncPolicy
 from mycel.plan.travels import staying, travels
 
 __all__ = [
-    "AUTO", "BLOCK", "BUBBLE", "CANDIDATES", "COMPUTE", "CPU", "KINDS", "PLACE_AXIS", "STAGE_AXIS", "UPDATE",
-    "Absence", "BlockLayouts", "Clock", "Copies", "Correction", "Costs", "Decided", "Decision", "ErrorBars",
+    "AUTO", "BLOCK", "BUBBLE", "CANDIDATES", "COMPUTE", "CPU", "EXPERT_AXIS", "KINDS", "PLACE_AXIS", "STAGE_AXIS",
+    "UPDATE", "Absence", "BlockLayouts", "Clock", "Copies", "Correction", "Costs", "Decided", "Decision", "ErrorBars",
     "Fp8Products", "Hardware", "HostUpdate", "KeepChoices", "KnownLayouts", "Layouts", "Links", "Measured",
     "MovedValue", "Offload", "Offloaded", "PartTimes", "PipelineSchedule", "Place", "Plan", "Predicted", "Residuals",
     "Solved", "StageCosts", "StageCutter", "StepBody", "StepFlow", "StreamShare", "StreamedInput", "SyncPolicy",

@@ -19,7 +19,7 @@ from mycel.errors import PlanError, warn
 from mycel.ir import Eqn, Layout, Mesh, Program, Var, call
 from mycel.ops import o
 
-AXIS = "ep"
+EXPERT_AXIS = "ep"
 MOVES = (o.stack, o.cat, o.cast, o.reshape, o.permute, o.select, o.slice)  # weights stay weights
 SHOWN = 6  # names in a warning
 
@@ -44,7 +44,7 @@ class ExpertWeights:
         layout = given.get(source)
         if layout is None or not layout.dims:
             return ()
-        return layout.dims[0] if source.ndim == self.weight.ndim else tuple(a for a in layout.axes if a == AXIS)
+        return layout.dims[0] if source.ndim == self.weight.ndim else tuple(a for a in layout.axes if a == EXPERT_AXIS)
 
 
 def refuse_idle(program: Program, given: Mapping[int, Layout], mesh: Mesh) -> None:
@@ -63,24 +63,27 @@ def refuse_idle(program: Program, given: Mapping[int, Layout], mesh: Mesh) -> No
 
 def warn_of_unsplit(program: Program, given: Mapping[int, Layout], mesh: Mesh) -> None:
     """Says so where a mesh has an axis for experts and a layer's weights do not lie over it."""
-    if AXIS not in mesh or mesh[AXIS] == 1:
+    if EXPERT_AXIS not in mesh or mesh[EXPERT_AXIS] == 1:
         return
     layouts = {program.inputs[i]: layout for i, layout in given.items()}
     whole: dict[str, str] = {}
     weights = list(expert_weights(program))
     for each in weights:
         sources = [v for v in each.sources if program.role(v).kind == "parameter"]
-        if not any(AXIS in layouts[v].axes for v in sources if v in layouts):
-            entry = lambda v: f"[{AXIS}{', -' * (v.ndim - 1)}]" if v.ndim == each.weight.ndim else f"[-, {AXIS}]"
+        if not any(EXPERT_AXIS in layouts[v].axes for v in sources if v in layouts):
+            entry = lambda v: (
+                f"[{EXPERT_AXIS}{', -' * (v.ndim - 1)}]" if v.ndim == each.weight.ndim else f"[-, {EXPERT_AXIS}]"
+            )
             whole |= {re.sub(r"\d+", "*", program.role(v).name): entry(v) for v in sources if v.ndim > 1}
-    if weights and not whole:
+    is_laid_over = lambda v: program.role(v).kind == "parameter" and EXPERT_AXIS in layouts[v].axes
+    if not whole and (weights or any(map(is_laid_over, layouts))):  # products of all experts at once are no such layer
         return
     what, advice = "the model has no layer of experts", "dp, or experts as mycel.experts has them"
     if whole:
         more = ", …" if len(whole) > SHOWN else ""
         what = f"every rank has all experts of {', '.join(list(whole)[:SHOWN])}{more}"
         advice = f"parameters: {{{', '.join(f'{k!r}: {v}' for k, v in list(whole.items())[:SHOWN])}{more}}}"
-    warn(f"{AXIS}={mesh[AXIS]} splits the batch alone: {what}\n  try       {advice}")
+    warn(f"{EXPERT_AXIS}={mesh[EXPERT_AXIS]} splits the batch alone: {what}\n  try       {advice}")
 
 
 def expert_weights(program: Program) -> Iterator[ExpertWeights]:

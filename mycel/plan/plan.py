@@ -500,6 +500,12 @@ class Plan:
                 raise PlanError(f"{key}: {unmatched(unused[0], shapes)}")
         return layouts
 
+    @property
+    def parameter_axes(self) -> frozenset[str]:
+        """The axes that split parameters of any name, but for ZeRO."""
+        layouts = (read_layout(entry, self.mesh, f"parameters: {p}") for p, entry in self.parameters.items())
+        return frozenset(axis for layout in layouts for axis in layout.axes)
+
     def level(self, name: str) -> int:
         """Of ZeRO, for a parameter."""
         return next((level for pattern, level in self.levels.items() if fnmatchcase(name, pattern)), self.zero)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from mycel.plan import error_bars, hardware_of
+from mycel.plan import EXPERT_AXIS, error_bars, hardware_of
 from mycel.sizes import span
 from mycel.train import models
 from mycel.train.assemble import Assembly
@@ -139,7 +139,8 @@ def _left_whole(parts: Assembly) -> list[str]:
     largest = whole[0]
     others = f" and {len(whole) - 1} others" if len(whole) > 1 else ""
     what = f"plan {parts.team.name} leaves {share:.0%} of the parameters whole on every rank"
-    layout = ", ".join([plan.mesh.axes[-1], *["-"] * (len(held.shapes[largest]) - 1)])
+    axis = next(a for a in reversed(plan.mesh.axes) if a in plan.parameter_axes - {EXPERT_AXIS})
+    layout = ", ".join([axis, *["-"] * (len(held.shapes[largest]) - 1)])
     return [
         f"{what}: it has no layout for {largest}{others}\n"
         f"  try       a plan of your own, with parameters: {{{_pattern(largest)!r}: [{layout}]}}"
