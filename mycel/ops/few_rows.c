@@ -1,11 +1,12 @@
 /* y = x w^T for a few rows x: each weight is read once, whatever the number of rows.
 
-   x[rows,k] and w[n,k] are floats, or the upper halves of floats (bfloat16); sums are floats.  A product of one row is
-   as fast as its weights come from memory: so those of the next rows of w are asked for early, and there are as many
-   sums at once as a processor needs to be busy.
+   x[rows,k] and w[n,k] are floats, or the upper halves of floats (bfloat16); or w is bytes, each row with a scale.
+   Sums are floats.  A product of one row is as fast as its weights come from memory: so those of the next rows of w are
+   asked for early, and there are as many sums at once as a processor needs to be busy.
 
    Of halves two are read as one word: the even ones are its lower half, moved up, the odd ones its upper half.  So rows
-   of x are laid out the same way before: of each 2 LANES numbers first the even ones, then the odd ones. */
+   of x are laid out the same way before: of each 2 LANES numbers first the even ones, then the odd ones.  Of bytes it
+   is four: of each 4 LANES numbers first each fourth one, then those behind them. */
 
 #include <math.h>
 #include <stdint.h>
@@ -37,9 +38,11 @@ typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef float half_floats __attribute__((vector_size(2 * LANES)));
 typedef float quarter_floats __attribute__((vector_size(LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef int32_t signed_words __attribute__((vector_size(4 * LANES)));
 
 static inline float of_half(uint16_t h) { uint32_t u = (uint32_t)h << 16; float f; memcpy(&f, &u, 4); return f; }
 static inline float of_float(float f) { return f; }
+static inline float of_byte(int8_t b) { return b; }
 static inline floats lanes(const void *p) { floats v; memcpy(&v, p, sizeof v); return v; }
 static inline uint16_t half_of(float f) { /* to the nearest, ties to even */
   uint32_t u;
@@ -56,14 +59,20 @@ static inline float total(floats v) {
   return sum;
 }
 
-/* the weights at p, as many as a vector of bytes holds: MANY_float or MANY_half vectors of floats */
+/* the weights at p, as many as a vector of bytes holds: MANY_… vectors of floats */
 #define MANY_float 1
 #define MANY_half 2
+#define MANY_byte 4
 static inline void read_float(const float *p, floats *part) { part[0] = lanes(p); }
 static inline void read_half(const uint16_t *p, floats *part) {
   words pairs = (words)lanes(p);
   part[0] = (floats)(pairs << 16);
   part[1] = (floats)(pairs & 0xFFFF0000u);
+}
+static inline void read_byte(const int8_t *p, floats *part) {
+  words fours = (words)lanes(p);
+  for (int m = 0; m < MANY_byte; m++)
+    part[m] = __builtin_convertvector((signed_words)(fours << (24 - 8 * m)) >> 24, floats);
 }
 
 /* weights at i of columns j … j + WIDE, times all rows; the next ones are asked for: of other columns, or where there
@@ -112,12 +121,15 @@ static inline void read_half(const uint16_t *p, floats *part) {
   PRODUCT(T, NAME, 5) PRODUCT(T, NAME, 6) PRODUCT(T, NAME, 7) PRODUCT(T, NAME, 8)
 PRODUCTS(float, float)
 PRODUCTS(uint16_t, half)
+PRODUCTS(int8_t, byte)
 
 #define TABLE(NAME) {NAME##_1, NAME##_2, NAME##_3, NAME##_4, NAME##_5, NAME##_6, NAME##_7, NAME##_8}
 typedef void of_floats(const float *, const float *, float *, int64_t, int64_t, int64_t, int64_t);
 typedef void of_halves(const float *, const uint16_t *, float *, int64_t, int64_t, int64_t, int64_t);
+typedef void of_bytes(const float *, const int8_t *, float *, int64_t, int64_t, int64_t, int64_t);
 static of_floats *const BY_FLOATS[] = TABLE(float);
 static of_halves *const BY_HALVES[] = TABLE(half);
+static of_bytes *const BY_BYTES[] = TABLE(byte);
 
 /* a row of halves as floats, even ones and odd ones apart */
 static void widen(const uint16_t *x, float *wide, int64_t k) {
@@ -128,6 +140,15 @@ static void widen(const uint16_t *x, float *wide, int64_t k) {
       wide[i + LANES + m] = of_half(x[i + 2 * m + 1]);
     }
   for (; i < k; i++) wide[i] = of_half(x[i]);
+}
+
+/* a row of floats in the order in which bytes are read */
+static void apart(const float *x, float *ordered, int64_t k) {
+  int64_t i = 0;
+  for (; i + 4 * LANES <= k; i += 4 * LANES)
+    for (int l = 0; l < LANES; l++)
+      for (int m = 0; m < 4; m++) ordered[i + m * LANES + l] = x[i + 4 * l + m];
+  memcpy(ordered + i, x + i, (size_t)(k - i) * sizeof(float));
 }
 
 /* 1 to 8 rows; -1: no memory for wider copies of x and y */
@@ -149,6 +170,23 @@ int mycel_few_rows(const void *x, const void *w, void *y, int64_t rows, int64_t 
   }
   for (int64_t i = 0; half && i < rows * n; i++) ((uint16_t *)y)[i] = half_of(sums[i]);
   free(room);
+  return 0;
+}
+
+/* 1 to 8 rows of floats, weights in bytes, each row of them times its scale; -1: no memory for another order of x */
+int mycel_few_rows_of_bytes(const float *x, const int8_t *w, const float *scale, float *y, int64_t rows, int64_t k,
+                            int64_t n) {
+  float *ordered = malloc((size_t)(rows * k) * sizeof(float));
+  if (!ordered) return -1;
+  for (int64_t r = 0; r < rows; r++) apart(x + r * k, ordered + r * k, k);
+#pragma omp parallel for schedule(static) if (n >= 2 * SHARE)
+  for (int64_t j = 0; j < n; j += SHARE) {
+    int64_t end = j + SHARE < n ? j + SHARE : n;
+    BY_BYTES[rows - 1](ordered, w, y, k, n, j, end);
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t c = j; c < end; c++) y[r * n + c] *= scale[c];
+  }
+  free(ordered);
   return 0;
 }
 

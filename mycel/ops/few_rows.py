@@ -2,8 +2,9 @@
 weights, keys and values are read.
 
 torch's products of 2 to 8 rows take several times as long as those of one, and those in bfloat16 wait for the
-processor; in C (`few_rows.c`) each weight is read once and multiplied with all rows on its way.  Its attention reads
-the whole of a cache; in C places that no row sees are left out.
+processor; in C (`few_rows.c`) each weight is read once and multiplied with all rows on its way.  Weights in 8 bits, each
+row of them with a scale, are a quarter of the bytes.  Its attention reads the whole of a cache; in C places that no row
+sees are left out.
 """
 
 from __future__ import annotations
@@ -66,6 +67,65 @@ def product_of_few(x: torch.Tensor, w: torch.Tensor, b: torch.Tensor | None = No
     return y if b is None else y.add_(b)
 
 
+def _dims_of_bytes(x, w, scale, b=None):
+    return f"... k^, n k^, n, {'' if b is None else 'n'} -> ... n"
+
+
+def _linear_of_bytes(x, w, scale, b=None):
+    y = o.mul(linear(o.cast(x, dtype=torch.float32), o.cast(w, dtype=torch.float32)), scale)
+    return o.cast(y if b is None else o.add(y, b), dtype=x.dtype)
+
+
+@op(
+    _dims_of_bytes,
+    dtype="first",
+    expand=_linear_of_bytes,
+    flops=every_letter,
+    fresh=True,
+    examples=["f32[2,3,4], i8[6,4], f32[6]", "bf16[40], i8[9,40], f32[9], bf16[9]", "f32[1,1,40], i8[9,40], f32[9], None"],
+    product=True,
+    rate="product",
+    precision="kept",
+    apart=True,
+    compiles=False,
+)
+def linear_rounded(x, w, scale, b=None):
+    """x @ (w * scale[:, None]).T + b of weights in 8 bits (`rounded`); of up to 8 rows in C"""
+    from mycel.ops.few_rows import product_of_bytes
+
+    return product_of_bytes(x, w, scale, b)
+
+
+def rounded(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix in 8 bits: numbers from -127 to 127, and for each row what 1 stands for."""
+    largest = w.abs().amax(1).float()
+    scale = torch.where(largest > 0, largest / 127, 1.0)
+    return (w / scale[:, None]).round_().to(torch.int8), scale
+
+
+def product_of_bytes(
+    x: torch.Tensor, w: torch.Tensor, scale: torch.Tensor, b: torch.Tensor | None = None
+) -> torch.Tensor:
+    """In C where that is there, and memory lies as it takes it."""
+    rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
+    code = _library() if 1 <= rows <= MOST and x.is_cpu else None
+    wide = x.float().contiguous()
+    if code is None or not (w.is_contiguous() and scale.is_contiguous()):
+        y = torch.nn.functional.linear(wide, w.float()) * scale
+    else:
+        n, k = w.shape
+        y = wide.new_empty((*x.shape[:-1], n))
+        pointers = [t.data_ptr() for t in (wide, w, scale, y)]
+        if code.mycel_few_rows_of_bytes(*pointers, rows, k, n):
+            raise MemoryError(f"no memory for {rows} rows of {k} floats")
+    return (y if b is None else y.add_(b)).to(x.dtype)
+
+
+def is_in_c() -> bool:
+    """Is there a compiler for these?"""
+    return _library() is not None
+
+
 @op(
     sdpa.dims,
     dtype="first",
@@ -123,5 +183,6 @@ def _library() -> ctypes.CDLL | None:
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     library.mycel_few_rows.argtypes = [pointer] * 3 + [size] * 3 + [ctypes.c_int]
+    library.mycel_few_rows_of_bytes.argtypes = [pointer] * 4 + [size] * 3
     library.mycel_few_rows_attention.argtypes = [pointer] * 5 + [size] * 7 + [pointer, ctypes.c_float]
     return library
