@@ -108,7 +108,7 @@ class Jit:
                 self._last = entry.call
                 return out
         with CAPTURING:  # another thread may have captured it meanwhile
-            self._last = self._find(args, kwargs).call
+            self._last = self.entry_for(args, kwargs).call
             self._compiled_values.add(args, kwargs)
         out = self._last(args, kwargs)
         if out is MISS:
@@ -150,13 +150,14 @@ class Jit:
 
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """The program that runs for these arguments."""
-        return self._find(args, kwargs).program
+        return self.entry_for(args, kwargs).program
 
     def source(self, *args: Any, **kwargs: Any) -> str:
         """The Python that runs for these arguments."""
-        return self._find(args, kwargs).source
+        return self.entry_for(args, kwargs).source
 
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
+    def entry_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
+        """What runs for these arguments, captured where it is not there yet."""
         for entry in self.entries:
             if entry.fits(args, kwargs) is not MISS:
                 return entry

@@ -37,7 +37,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_text_beyond_the_first_cache(family, monkeypatch):
-    monkeypatch.setattr(decode, "LEAST", 8)
+    monkeypatch.setattr(decode, "LEAST_OF_CPU", 8)
     model, ids = model_of(family, **FAMILIES[family]), [5, 7, 11]
     with torch.no_grad():
         wanted = model.generate(torch.tensor([ids]), max_new_tokens=11, do_sample=False)[0, 3:].tolist()
@@ -52,7 +52,7 @@ def test_the_same_text_beyond_the_first_cache(family, monkeypatch):
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0])
 def test_guesses_change_no_text(temperature, monkeypatch):
     """Right or wrong, into a cache that grows meanwhile and up to the last place that the model has."""
-    monkeypatch.setattr(decode, "LEAST", 16)
+    monkeypatch.setattr(decode, "LEAST_OF_CPU", 16)
     model, ids, how = model_of("llama", **FAMILIES["llama"]), [5, 7, 11, 2, 5, 7], Sampling(34, temperature)
     plain, guessing = (decode.Decoder(model, 40, guess=guess) for guess in (False, True))
     for _ in range(2):  # the second begins with what the first has left

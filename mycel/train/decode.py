@@ -1,16 +1,16 @@
 """The next token's logits, one token after another: by generated code over a static cache of keys and values.
 
     prompt ──▶ the model as it is, fills the cache ──▶ token ──▶ code for one token, writes one place ──▶ logits ──▶ …
-    cache      places 64, 128, 256 …: when it is full, one of twice the size takes over what it holds; each is kept for
-               the next prompt, so that on a GPU the code is a CUDA graph that finds it where it was (`run/replay.py`)
+    cache      places 256, 512 …: when it is full, one of twice the size takes over what it holds; each is kept for the
+               next prompt, so that on a GPU the code is a CUDA graph that finds it where it was (`run/replay.py`)
     ahead      tokens that may follow go along with a token, each at its place; as long as the text turns out that way,
                its logits are there already, and what was written behind it is written over
 
 A token costs one reading of all weights, however many go along.  Those are guessed from the text (`guess.py`), which
 costs nothing; or, on a CPU, drafted by the same weights in 8 bits (`draft.py`), which cost a quarter of the reading each
-and a quarter of the memory.  Drafts wait until readings for one token took as long as making their code will.  Code is
-made once for each size of the cache: for one token, for several, and for a draft; so a text of n tokens needs
-3 log2(n / 64) captures at most.  A model whose cache is none of plain keys and values (sliding windows, states of a
+and a quarter of the memory.  They begin where what is left of a text is long enough to pay for making their code, or
+the texts before would have.  Code is made once for each size of the cache: for one token, for several, and for a draft;
+so a text of n tokens needs 2 log2(n / 256) captures at most.  A model whose cache is none of plain keys and values (sliding windows, states of a
 recurrence) goes on with its own.
 """
 
@@ -32,6 +32,7 @@ from mycel.train.draft import BYTES, MAKING, Pace
 from mycel.train.guess import LENGTH, Guesses
 
 LEAST = 64  # places of the first cache
+LEAST_OF_CPU = 256  # … where attention reads no places but those that are taken
 Draw = Callable[[torch.Tensor], int]
 
 
@@ -50,14 +51,19 @@ class Decoder:
         self.drafted = 0  # of them
         self.calls = 0  # of the model
         self.fast = jit(lambda ids, cache: _logits(module, ids, cache)[0])
-        self.draft = RoundedCall(self.fast.fn) if draft and _drafts(module) else None
+        self.draft = RoundedCall(self.fast) if draft and _drafts(module) else None
         self.pace = Pace(LENGTH)
+        self._drafts_at: set[int] = set()  # places of caches for which there is code of a draft
         self._making_s = 0.0  # what it took to make code
-        self._alone_s: dict[int, float] = {}  # what readings for one token took, by places of the cache
+        self._before_s = 0.0  # what readings for one token took, of the texts before …
+        self._alone_s = 0.0  # … and of this one
+        self._until: int | None = None  # place at which the text ends at the latest
         self._only_last = {"logits_to_keep": 1} if "logits_to_keep" in signature(module.forward).parameters else {}
 
-    def start(self, ids: Sequence[int]) -> torch.Tensor:
-        """The logits after a prompt."""
+    def start(self, ids: Sequence[int], tokens: int | None = None) -> torch.Tensor:
+        """The logits after a prompt that so many tokens follow at most."""
+        self._before_s, self._alone_s = self._before_s + self._alone_s, 0.0
+        self._until = None if tokens is None else len(ids) + tokens
         self.guesses, self.rows, self.ahead, self.drafted, self.calls = Guesses(ids), None, [], 0, 1
         given = torch.tensor([list(ids)], device=self.device)
         self.cache = self._static(len(ids) + 1) if getattr(self.module, "_can_compile_fullgraph", False) else None
@@ -95,11 +101,10 @@ class Decoder:
         """The logits after a token at place `seen`, and after what may follow it."""
         has_room = self.places is None or seen + 1 + LENGTH <= self.places
         ahead = self.guesses.next() if self.guess and has_room else []
-        drafted = self._to_draft(ahead) if has_room else 0
+        drafted = self._to_draft(seen, ahead) if has_room else 0
         most = LENGTH if ahead or drafted else 0
         if seen + 1 + most > self.cache.layers[0].max_cache_len:
             self.cache = self._grown(seen)
-            drafted = self._to_draft(ahead) if drafted else 0  # its code is another
         if drafted:
             ahead = self._drafted(token, seen, drafted, drawing or (lambda: _likeliest))
         self.ahead, self.right, self.drafted = ahead, 0, len(ahead) if drafted else 0
@@ -108,16 +113,20 @@ class Decoder:
         self.calls += 1
         return self.rows[0]
 
-    def _to_draft(self, guess: list[int]) -> int:
+    def _to_draft(self, seen: int, guess: list[int]) -> int:
         """How many tokens to draft; 0 where a guess is as good, drafts do not pay, or not yet."""
-        places = self.cache.layers[0].max_cache_len
-        if self.draft is None or self._alone_s.get(places, 0.0) < MAKING * self._making_s or self.pace.one_s is None:
+        if self.draft is None or self.pace.one_s is None:
             return 0
+        if self.cache.layers[0].max_cache_len not in self._drafts_at:
+            left = 0 if self._until is None else self._until - seen
+            if max(self._before_s, left * self.pace.saved_s()) < MAKING * self._making_s:
+                return 0
         return self.pace.ahead(self.guesses.brought if guess else None) or 0
 
     def _drafted(self, token: int, seen: int, count: int, drawing: Callable[[], Draw]) -> list[int]:
         """What weights in 8 bits say of the places behind a token."""
         draw, ahead = drawing(), list[int]()
+        self._drafts_at.add(self.cache.layers[0].max_cache_len)
         for _ in range(count):
             logits = self._timed(self.draft, [ahead[-1] if ahead else token], "draft")[0]
             if not logits.isfinite().all():
@@ -136,8 +145,7 @@ class Decoder:
             return logits
         self.pace.took(what, took)
         if what == "one":
-            places = self.cache.layers[0].max_cache_len
-            self._alone_s[places] = self._alone_s.get(places, 0.0) + took
+            self._alone_s += took
         return logits
 
     def _forget(self, seen: int) -> None:
@@ -149,7 +157,7 @@ class Decoder:
         """An empty cache with room for so many tokens."""
         from transformers import StaticCache
 
-        places = LEAST
+        places = LEAST_OF_CPU if self.device.type == "cpu" else LEAST
         while places < least:
             places *= 2
         places = places if self.places is None else min(places, self.places)

@@ -93,8 +93,9 @@ def stream(
         return lambda logits: draw(logits, twin)
 
     with evaluating(module), torch.no_grad():
-        logits = decoder.start(ids)
-        for last in reversed(range(how.tokens if room is None else min(how.tokens, room - len(ids)))):
+        tokens = how.tokens if room is None else min(how.tokens, room - len(ids))
+        logits = decoder.start(ids, tokens)
+        for last in reversed(range(tokens)):
             following = draw(logits, generator)
             if following in ends:
                 return
