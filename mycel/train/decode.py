@@ -16,6 +16,7 @@ recurrence) goes on with its own.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from inspect import signature
@@ -129,7 +130,7 @@ class Decoder:
         self._drafts_at.add(self.cache.layers[0].max_cache_len)
         for _ in range(count):
             logits = self._timed(self.draft, [ahead[-1] if ahead else token], "draft")[0]
-            if not logits.isfinite().all():
+            if not math.isfinite(logits.max()):
                 break
             ahead.append(draw(logits))
         self._forget(seen)
