@@ -13,6 +13,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "elements.h"
+
 #if defined(__AVX512F__)
 #define LANES 16
 #define COLUMNS(ROWS) (ROWS <= 4 ? 4 : 2) /* of y at once: sums stay in registers */
@@ -40,16 +42,9 @@ typedef float quarter_floats __attribute__((vector_size(LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef int32_t signed_words __attribute__((vector_size(4 * LANES)));
 
-static inline float of_half(uint16_t h) { uint32_t u = (uint32_t)h << 16; float f; memcpy(&f, &u, 4); return f; }
 static inline float of_float(float f) { return f; }
 static inline float of_byte(int8_t b) { return b; }
 static inline floats lanes(const void *p) { floats v; memcpy(&v, p, sizeof v); return v; }
-static inline uint16_t half_of(float f) { /* to the nearest, ties to even */
-  uint32_t u;
-  memcpy(&u, &f, 4);
-  if ((u & 0x7FFFFFFFu) > 0x7F800000u) return 0x7FC0;
-  return (uint16_t)((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16);
-}
 static inline float total(floats v) {
   union { floats all; half_floats parts[2]; } first = {v};
   union { half_floats all; quarter_floats parts[2]; } second = {first.parts[0] + first.parts[1]};
@@ -190,14 +185,24 @@ int mycel_few_rows_of_bytes(const float *x, const int8_t *w, const float *scale,
   return 0;
 }
 
-static inline float dot(const float *a, const float *b, int64_t n) {
-  floats sums[2] = {{0}, {0}};
-  int64_t i = 0;
-  for (; i + 2 * LANES <= n; i += 2 * LANES)
-    for (int d = 0; d < 2; d++) sums[d] += lanes(a + i + d * LANES) * lanes(b + i + d * LANES);
-  float sum = total(sums[0] + sums[1]);
-  for (; i < n; i++) sum += a[i] * b[i];
-  return sum;
+/* y[i] = a . the i-th of the rows of b that `places` names: four at once */
+static void dots(const float *a, const float *b, const int32_t *places, int64_t count, int64_t k, float scale,
+                 float *y) {
+  for (int64_t i = 0; i < count; i += 4) {
+    floats sums[4] = {{0}, {0}, {0}, {0}};
+    const float *row[4];
+    for (int d = 0; d < 4; d++) row[d] = b + places[i + d < count ? i + d : count - 1] * k;
+    int64_t j = 0;
+    for (; j + LANES <= k; j += LANES) {
+      floats part = lanes(a + j);
+      for (int d = 0; d < 4; d++) sums[d] += part * lanes(row[d] + j);
+    }
+    for (int d = 0; d < 4 && i + d < count; d++) {
+      float sum = total(sums[d]);
+      for (int64_t rest = j; rest < k; rest++) sum += a[rest] * row[d][rest];
+      y[i + d] = scale * sum;
+    }
+  }
 }
 
 /* Attention of a few rows q[b,h,rows,k] to k[b,g,places,k] and v[b,g,places,n], y[b,h,rows,n]; places that a row does
@@ -210,26 +215,26 @@ int mycel_few_rows_attention(const float *q, const float *keys, const float *val
 #pragma omp parallel for schedule(static) if (batch * heads * rows * places * k > (1 << 16))
   for (int64_t head = 0; head < batch * heads; head++) {
     int64_t b = head / heads, h = head % heads, group = b * groups + h / (heads / groups);
-    float *scores = malloc((size_t)(places + 1) * sizeof(float));
+    float *scores = malloc((size_t)(places + 1) * (sizeof(float) + sizeof(int32_t)));
+    int32_t *at = (int32_t *)(scores + places + 1);
     for (int64_t r = 0; scores && r < rows; r++) {
       const uint8_t *seen = mask ? mask + b * steps[0] + h * steps[1] + r * steps[2] : NULL;
       const float *row = q + (head * rows + r) * k;
       float *restrict out = y + (head * rows + r) * n;
       float most = -INFINITY, sum = 0;
+      int64_t count = 0;
       for (int64_t j = 0; j < places; j++)
-        if (!seen || seen[j]) {
-          scores[j] = scale * dot(row, keys + (group * places + j) * k, k);
-          if (scores[j] > most) most = scores[j];
-        }
+        if (!seen || seen[j]) at[count++] = (int32_t)j;
+      dots(row, keys + group * places * k, at, count, k, scale, scores);
+      for (int64_t i = 0; i < count; i++) most = scores[i] > most ? scores[i] : most;
+      for (int64_t i = 0; i < count; i++) scores[i] = exp_of(scores[i] - most);
       memset(out, 0, (size_t)n * sizeof(float));
-      for (int64_t j = 0; j < places; j++)
-        if (!seen || seen[j]) {
-          float share = expf(scores[j] - most);
-          const float *value = values + (group * places + j) * n;
-          sum += share;
-          for (int64_t i = 0; i < n; i++) out[i] += share * value[i];
-        }
-      for (int64_t i = 0; sum != 0 && i < n; i++) out[i] /= sum; /* a row that sees nothing is zeros */
+      for (int64_t i = 0; i < count; i++) {
+        const float *value = values + (group * places + at[i]) * n;
+        sum += scores[i];
+        for (int64_t c = 0; c < n; c++) out[c] += scores[i] * value[c];
+      }
+      for (int64_t c = 0; sum != 0 && c < n; c++) out[c] /= sum; /* a row that sees nothing is zeros */
     }
     if (!scores) failed = -1;
     free(scores);

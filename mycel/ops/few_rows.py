@@ -2,9 +2,9 @@
 weights, keys and values are read.
 
 torch's products of 2 to 8 rows take several times as long as those of one, and those in bfloat16 wait for the
-processor; in C (`few_rows.c`) each weight is read once and multiplied with all rows on its way.  Weights in 8 bits, each
-row of them with a scale, are a quarter of the bytes.  Its attention reads the whole of a cache; in C places that no row
-sees are left out.
+processor; in C (`few_rows.c`) each weight is read once and multiplied with all rows on its way.  Weights in 8 bits,
+each row of them with a scale, are a quarter of the bytes.  Its attention reads the whole of a cache; in C places that
+no row sees are left out.
 """
 
 from __future__ import annotations
@@ -115,7 +115,11 @@ def _of_bytes_in_c(
     expand=_linear_of_bytes,
     flops=every_letter,
     fresh=True,
-    examples=["f32[2,3,4], i8[6,4], f32[6]", "bf16[40], i8[9,40], f32[9], bf16[9]", "f32[1,1,40], i8[9,40], f32[9], None"],
+    examples=[
+        "f32[2,3,4], i8[6,4], f32[6]",
+        "bf16[40], i8[9,40], f32[9], bf16[9]",
+        "f32[1,1,40], i8[9,40], f32[9], None",
+    ],
     product=True,
     rate="product",
     precision="kept",

@@ -7,8 +7,8 @@ it ten.
       return y                                        for (int64_t i2 = 0; i2 < 768; i2++) y0[i2] = t0[i2] * a1[i2]; }
 
 Each equation is a loop over its result; what an element is made of, its operator says (`Op.c`).  16 bits are computed
-in 32 and rounded after each equation, as torch does.  Products and attention of few rows are calls of their functions in
-C (`Op.call_c`), so that a block goes on behind them.  Where there is no compiler, blocks stay Python.
+in 32 and rounded after each equation, as torch does.  Products and attention of few rows are calls of their functions
+in C (`Op.call_c`), so that a block goes on behind them.  Where there is no compiler, blocks stay Python.
 """
 
 from __future__ import annotations
@@ -32,13 +32,9 @@ HEAD = """#include <math.h>
 #include <string.h>
 #include <tgmath.h>
 
-static inline float of_half(uint16_t h) { uint32_t u = (uint32_t)h << 16; float f; memcpy(&f, &u, 4); return f; }
-static inline uint16_t half_of(float f) { /* to the nearest, ties to even */
-  uint32_t u;
-  memcpy(&u, &f, 4);
-  if ((u & 0x7FFFFFFFu) > 0x7F800000u) return 0x7FC0;
-  return (uint16_t)((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16);
-}
+#include "elements.h"
+#undef exp
+#define exp exp_of
 """
 DECLARED = "\n".join(f"int (*{name})({types});" for name, types in few_rows.FUNCTIONS.items()) + "\n"
 Function = Callable[..., tuple[torch.Tensor, ...]]

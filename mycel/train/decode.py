@@ -7,10 +7,10 @@
                its logits are there already, and what was written behind it is written over
 
 A token costs one reading of all weights, however many go along.  Those are guessed from the text (`guess.py`), which
-costs nothing; or, on a CPU, drafted by the same weights in 8 bits (`draft.py`), which cost a quarter of the reading each
-and a quarter of the memory.  They begin where what is left of a text is long enough to pay for making their code, or
-the texts before would have.  Code is made once for each size of the cache: for one token, for several, and for a draft;
-so a text of n tokens needs 2 log2(n / 256) captures at most.  A model whose cache is none of plain keys and values (sliding windows, states of a
+costs nothing; or, on a CPU, drafted by the same weights in 8 bits (`draft.py`), which cost a quarter of the reading
+each, and a quarter of the memory (of weights in 32 bits).  They begin where what is left of a text is long enough to
+pay for making their code, or the texts before were.  Code is made once for each size of the cache: for one token, for
+several, and for a draft.  A model whose cache is none of plain keys and values (sliding windows, states of a
 recurrence) goes on with its own.
 """
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MEMORY = 0.8  # weight of what was, in averages of seconds
-LONG_MEMORY = 0.95  # … of the chance
+LONG_MEMORY = 0.95  # … of how often drafts were right
+EXPECTED = 4.5, 5.0  # of so many, before there were any
 RARELY = 16, 256  # tokens to the next try where drafts do not pay: at first, at most
 BYTES = 1 << 26  # of weights: fewer lie in caches, and are read as fast as they are used
 MAKING = 2  # times the code for one token is made: that of a draft, and that of several tokens
@@ -28,11 +29,17 @@ class Pace:
     one_s: float | None = None  # a reading of the weights for one token
     several_s: float | None = None  # … for 1 + `most`
     draft_s: float | None = None  # a drafted token
-    chance: float = 0.9  # that a drafted token is right
     drafted: int = 0  # tokens
     right: int = 0  # of them
+    _tried: float = EXPECTED[1]  # of late: tokens of which it is known whether they were right …
+    _right: float = EXPECTED[0]  # … and that were
     _wait: int = RARELY[0]
     _waited: int = 0
+
+    @property
+    def chance(self) -> float:
+        """That a drafted token is right."""
+        return self._right / self._tried
 
     def took(self, what: str, s: float) -> None:
         """Seconds of one, several or draft."""
@@ -63,7 +70,8 @@ class Pace:
         self.drafted += drafted
         self.right += right
         for i in range(min(right + 1, drafted)):
-            self.chance = LONG_MEMORY * self.chance + (1 - LONG_MEMORY) * (i < right)
+            self._right = LONG_MEMORY * self._right + (i < right)
+            self._tried = LONG_MEMORY * self._tried + 1
 
     def _tokens_a_second(self, n: int) -> float:
         one_s = self.one_s or 1.0

@@ -43,8 +43,9 @@ def rounded_weights(program: Program) -> tuple[Program, Mapping[str, bool]]:
             return eqn
         if w.name not in more:
             n, k = reversed(w.shape) if by_columns else w.shape
-            more[w.name] = Var(f"{w.name}_rounded", Type(torch.int8, (n, k))), Var(
-                f"{w.name}_scale", Type(torch.float32, (n,))
+            more[w.name] = (
+                Var(f"{w.name}_rounded", Type(torch.int8, (n, k))),
+                Var(f"{w.name}_scale", Type(torch.float32, (n,))),
             )
             for v, kind in zip(more[w.name], ("rounded", "scale"), strict=True):
                 roles[v.name] = Role(kind, of=roles[w.name].name)
