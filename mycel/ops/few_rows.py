@@ -94,8 +94,8 @@ def _dims_of_bytes(x, w, scale, b=None):
 
 
 def _linear_of_bytes(x, w, scale, b=None):
-    y = o.mul(linear(o.cast(x, dtype=torch.float32), o.cast(w, dtype=torch.float32)), scale)
-    return o.cast(y if b is None else o.add(y, b), dtype=x.dtype)
+    y = o.mul(linear(x, o.cast(w, dtype=torch.float32)), scale)
+    return y if b is None else o.add(y, b)
 
 
 def _of_bytes_in_c(
@@ -103,7 +103,7 @@ def _of_bytes_in_c(
 ) -> str | None:
     n, k = w.shape
     rows = x.numel // k
-    if x.dtype != torch.float32 or not 1 <= rows <= MOST:
+    if not 1 <= rows <= MOST:
         return None
     called = f"if (mycel_few_rows_of_bytes({', '.join(map(str, names[:3]))}, {y}, {rows}, {k}, {n})) return -1;"
     return called + ("" if b is None else _bias_in_c(names[3], y, rows * n, n, False))
@@ -117,7 +117,7 @@ def _of_bytes_in_c(
     fresh=True,
     examples=[
         "f32[2,3,4], i8[6,4], f32[6]",
-        "bf16[40], i8[9,40], f32[9], bf16[9]",
+        "f32[40], i8[9,40], f32[9], f32[9]",
         "f32[1,1,40], i8[9,40], f32[9], None",
     ],
     product=True,
@@ -128,15 +128,15 @@ def _of_bytes_in_c(
     call_c=_of_bytes_in_c,
 )
 def linear_rounded(x, w, scale, b=None):
-    """x @ (w * scale[:, None]).T + b of weights in 8 bits (`rounded`); of up to 8 rows in C"""
+    """x @ (w * scale[:, None]).T + b, of floats and weights in 8 bits (`rounded`); of up to 8 rows in C"""
     from mycel.ops.few_rows import product_of_bytes
 
     return product_of_bytes(x, w, scale, b)
 
 
 def rounded(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix in 8 bits: numbers from -127 to 127, and for each row what 1 stands for."""
-    largest = w.abs().amax(1).float()
+    """A matrix of floats in 8 bits: numbers from -127 to 127, and for each row what 1 stands for."""
+    largest = w.abs().amax(1)
     scale = torch.where(largest > 0, largest / 127, 1.0)
     return (w / scale[:, None]).round_().to(torch.int8), scale
 
@@ -147,21 +147,15 @@ def product_of_bytes(
     """In C where that is there, and memory lies as it takes it."""
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
     code = library() if 1 <= rows <= MOST and x.is_cpu else None
-    wide = x.float().contiguous()
-    if code is None or not (w.is_contiguous() and scale.is_contiguous()):
-        y = torch.nn.functional.linear(wide, w.float()) * scale
+    if code is None or not (x.is_contiguous() and w.is_contiguous() and scale.is_contiguous()):
+        y = torch.nn.functional.linear(x, w.float()) * scale
     else:
         n, k = w.shape
-        y = wide.new_empty((*x.shape[:-1], n))
-        pointers = [t.data_ptr() for t in (wide, w, scale, y)]
+        y = x.new_empty((*x.shape[:-1], n))
+        pointers = [t.data_ptr() for t in (x, w, scale, y)]
         if code.mycel_few_rows_of_bytes(*pointers, rows, k, n):
             raise MemoryError(f"no memory for {rows} rows of {k} floats")
-    return (y if b is None else y.add_(b)).to(x.dtype)
-
-
-def is_in_c() -> bool:
-    """Is there a compiler for these?"""
-    return library() is not None
+    return y if b is None else y.add_(b)
 
 
 def _attention_in_c(

@@ -1,8 +1,8 @@
 """The next token's logits, one token after another: by generated code over a static cache of keys and values.
 
     prompt ──▶ the model as it is, fills the cache ──▶ token ──▶ code for one token, writes one place ──▶ logits ──▶ …
-    cache      places 256, 512 …: when it is full, one of twice the size takes over what it holds; each is kept for the
-               next prompt, so that on a GPU the code is a CUDA graph that finds it where it was (`run/replay.py`)
+    cache      places 64, 128, 256 …: when it is full, one of twice the size takes over what it holds; each is kept for
+               the next prompt, so that on a GPU the code is a CUDA graph that finds it where it was (`run/replay.py`)
     ahead      tokens that may follow go along with a token, each at its place; as long as the text turns out that way,
                its logits are there already, and what was written behind it is written over
 
@@ -33,7 +33,7 @@ from mycel.train.draft import BYTES, MAKING, Pace
 from mycel.train.guess import LENGTH, Guesses
 
 LEAST = 64  # places of the first cache
-LEAST_OF_CPU = 256  # … where attention reads no places but those that are taken
+LEAST_IN_C = 256  # … where attention reads no places but those that are taken
 Draw = Callable[[torch.Tensor], int]
 
 
@@ -52,7 +52,9 @@ class Decoder:
         self.drafted = 0  # of them
         self.calls = 0  # of the model
         self.fast = jit(lambda ids, cache: _logits(module, ids, cache)[0])
-        self.draft = RoundedCall(self.fast) if draft and _drafts(module) else None
+        self._in_c = _is_read_in_c(module)
+        large = sum(p.nbytes for p in module.parameters() if p.ndim == 2) >= BYTES
+        self.draft = RoundedCall(self.fast) if draft and large and self._in_c else None
         self.pace = Pace(LENGTH)
         self._drafts_at: set[int] = set()  # places of caches for which there is code of a draft
         self._making_s = 0.0  # what it took to make code
@@ -158,7 +160,7 @@ class Decoder:
         """An empty cache with room for so many tokens."""
         from transformers import StaticCache
 
-        places = LEAST_OF_CPU if self.device.type == "cpu" else LEAST
+        places = LEAST_IN_C if self._in_c else LEAST
         while places < least:
             places *= 2
         places = places if self.places is None else min(places, self.places)
@@ -192,8 +194,7 @@ def _likeliest(logits: torch.Tensor) -> int:
     return int(logits.argmax())
 
 
-def _drafts(module: nn.Module) -> bool:
-    """May drafts pay: are weights read from memory, by kernels of ours?"""
+def _is_read_in_c(module: nn.Module) -> bool:
+    """Are its weights and caches read by kernels of ours (`ops/few_rows.py`)?"""
     first = next(module.parameters())
-    weights = sum(p.nbytes for p in module.parameters() if p.ndim == 2)
-    return first.device.type == "cpu" and first.dtype in few_rows.DTYPES and weights >= BYTES and few_rows.is_in_c()
+    return first.device.type == "cpu" and first.dtype == torch.float32 and few_rows.library() is not None

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 MEMORY = 0.8  # weight of what was, in averages of seconds
 LONG_MEMORY = 0.95  # … of how often drafts were right
 EXPECTED = 4.5, 5.0  # of so many, before there were any
+PAYS = 1.1  # times as many tokens a second: less is within what is measured
 RARELY = 16, 256  # tokens to the next try where drafts do not pay: at first, at most
 BYTES = 1 << 26  # of weights: fewer lie in caches, and are read as fast as they are used
 MAKING = 2  # times the code for one token is made: that of a draft, and that of several tokens
@@ -52,10 +53,13 @@ class Pace:
         rate = self._tokens_a_second(best)
         if guessed is not None and (1 + guessed) / self._several_s() >= rate:
             return None
-        if best:
-            self._waited, self._wait = 0, RARELY[0]
-            return best
         self._waited += 1
+        if rate > PAYS * self._tokens_a_second(0):
+            if self._waited < RARELY[1]:
+                self._wait = RARELY[0]
+                return best
+            self._waited = 0  # what a reading for one token takes is measured again
+            return 0
         if self._waited < self._wait:
             return 0
         self._waited, self._wait = 0, min(2 * self._wait, RARELY[1])

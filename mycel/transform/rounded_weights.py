@@ -1,4 +1,4 @@
-"""Products of few rows with parameters in 8 bits: what a draft of the next tokens is computed by.
+"""Products of few rows with parameters (in 32 bits) in 8: what a draft of the next tokens is computed by.
 
     def main(x: f32[1,768], w: f32[2048,768] = parameter up):
       y: f32[1,2048] = linear_few_rows(x, w)
@@ -39,7 +39,7 @@ def rounded_weights(program: Program) -> tuple[Program, Mapping[str, bool]]:
         if not (by_columns or eqn.op is o.linear_few_rows):
             return eqn
         x, w, *bias = eqn.inputs
-        if w not in parameters or turned.setdefault(w.name, by_columns) != by_columns:
+        if w.dtype != torch.float32 or w not in parameters or turned.setdefault(w.name, by_columns) != by_columns:
             return eqn
         if w.name not in more:
             n, k = reversed(w.shape) if by_columns else w.shape
