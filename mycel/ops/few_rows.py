@@ -94,7 +94,7 @@ def _dims_of_bytes(x, w, scale, b=None):
 
 
 def _linear_of_bytes(x, w, scale, b=None):
-    y = o.mul(linear(x, o.cast(w, dtype=torch.float32)), scale)
+    y = o.mul(linear(x, o.cast(w, dtype=x.dtype)), scale)
     return y if b is None else o.add(y, b)
 
 
@@ -103,7 +103,7 @@ def _of_bytes_in_c(
 ) -> str | None:
     n, k = w.shape
     rows = x.numel // k
-    if not 1 <= rows <= MOST:
+    if x.dtype != torch.float32 or not 1 <= rows <= MOST:
         return None
     called = f"if (mycel_few_rows_of_bytes({', '.join(map(str, names[:3]))}, {y}, {rows}, {k}, {n})) return -1;"
     return called + ("" if b is None else _bias_in_c(names[3], y, rows * n, n, False))
@@ -116,9 +116,9 @@ def _of_bytes_in_c(
     flops=every_letter,
     fresh=True,
     examples=[
-        "f32[2,3,4], i8[6,4], f32[6]",
-        "f32[40], i8[9,40], f32[9], f32[9]",
-        "f32[1,1,40], i8[9,40], f32[9], None",
+        "f[2,3,4], i8[6,4], f[6]",
+        "f[40], i8[9,40], f[9], f[9]",
+        "f[1,1,40], i8[9,40], f[9], None",
     ],
     product=True,
     rate="product",
@@ -128,7 +128,7 @@ def _of_bytes_in_c(
     call_c=_of_bytes_in_c,
 )
 def linear_rounded(x, w, scale, b=None):
-    """x @ (w * scale[:, None]).T + b, of floats and weights in 8 bits (`rounded`); of up to 8 rows in C"""
+    """x @ (w * scale[:, None]).T + b, of weights in 8 bits (`rounded`); of up to 8 rows of 32-bit floats in C"""
     from mycel.ops.few_rows import product_of_bytes
 
     return product_of_bytes(x, w, scale, b)
@@ -146,9 +146,9 @@ def product_of_bytes(
 ) -> torch.Tensor:
     """In C where that is there, and memory lies as it takes it."""
     rows = x.numel() // x.shape[-1] if x.shape[-1] else 0
-    code = library() if 1 <= rows <= MOST and x.is_cpu else None
+    code = library() if 1 <= rows <= MOST and x.dtype == torch.float32 and x.is_cpu else None
     if code is None or not (x.is_contiguous() and w.is_contiguous() and scale.is_contiguous()):
-        y = torch.nn.functional.linear(x, w.float()) * scale
+        y = torch.nn.functional.linear(x, w.to(x.dtype)) * scale
     else:
         n, k = w.shape
         y = x.new_empty((*x.shape[:-1], n))

@@ -29,7 +29,7 @@ def rounded_weights(program: Program) -> tuple[Program, Mapping[str, bool]]:
     """The program with products of parameters in 8 bits; and which, by their inputs' names: is it the transpose?  Each
     is two more inputs, in this order."""
     main = program.main
-    parameters = set(program.inputs_of("parameter"))
+    floats = {v for v in program.inputs_of("parameter") if v.dtype == torch.float32}
     turned: dict[str, bool] = {}
     more: dict[str, tuple[Var, Var]] = {}
     roles = dict(program.roles)
@@ -39,7 +39,7 @@ def rounded_weights(program: Program) -> tuple[Program, Mapping[str, bool]]:
         if not (by_columns or eqn.op is o.linear_few_rows):
             return eqn
         x, w, *bias = eqn.inputs
-        if w.dtype != torch.float32 or w not in parameters or turned.setdefault(w.name, by_columns) != by_columns:
+        if w not in floats or turned.setdefault(w.name, by_columns) != by_columns:
             return eqn
         if w.name not in more:
             n, k = reversed(w.shape) if by_columns else w.shape
