@@ -108,7 +108,7 @@ class Jit:
                 self._last = entry.call
                 return out
         with CAPTURING:  # another thread may have captured it meanwhile
-            self._last = self._find(args, kwargs).call
+            self._last = self.entry_for(args, kwargs).call
             self._compiled_values.add(args, kwargs)
         out = self._last(args, kwargs)
         if out is MISS:
@@ -150,13 +150,14 @@ class Jit:
 
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """The program that runs for these arguments."""
-        return self._find(args, kwargs).program
+        return self.entry_for(args, kwargs).program
 
     def source(self, *args: Any, **kwargs: Any) -> str:
         """The Python that runs for these arguments."""
-        return self._find(args, kwargs).source
+        return self.entry_for(args, kwargs).source
 
-    def _find(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
+    def entry_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CompiledCall:
+        """What runs for these arguments, captured where it is not there yet."""
         for entry in self.entries:
             if entry.fits(args, kwargs) is not MISS:
                 return entry
@@ -233,12 +234,7 @@ def compile_captured(
 def graph_run(program: Program, device: torch.device, plain: Callable[..., Any]) -> Callable[..., Any]:
     """The program's code for when torch's autograd records, and for when it does not: then memory is used again, and on
     a GPU it is replayed."""
-    unrecorded = check(transform.fuse(program))
-    unrecorded = _as_fast(check(transform.few_rows(unrecorded)), device) if device.type == "cpu" else unrecorded
-    if program.updates:
-        lean = _donating(unrecorded, device)
-    else:
-        lean = _lean(unrecorded, device)
+    lean = unrecorded_run(check(transform.fuse(program)), device)
 
     def run(*inputs: Any) -> Any:
         return plain(*inputs) if torch.is_grad_enabled() else lean(*inputs)
@@ -246,13 +242,24 @@ def graph_run(program: Program, device: torch.device, plain: Callable[..., Any])
     return run
 
 
+def unrecorded_run(program: Program, device: torch.device) -> Callable[..., Any]:
+    """A fused program's code for when torch's autograd does not record."""
+    program = _as_fast(check(transform.few_rows(program)), device) if device.type == "cpu" else program
+    return _donating(program, device) if program.updates else _lean(program, device)
+
+
+def one_block(program: Program) -> Program:
+    """All that runs in the entry; what its blocks had in common is computed once."""
+    whole = transform.inline(program, small=sum(len(b.eqns) for b in program.blocks.values()))
+    return check(transform.dce(transform.cse(whole)))
+
+
 def _donating(program: Program, device: torch.device) -> Callable[..., Any]:
     """The code that writes updates into its inputs as it goes, where they need not wait for the end of the call (a
     cache of keys and values); blocks that write so become part of the entry, which knows whose memory it is."""
     written = [name for name, b in program.blocks.items() if any(e.op.inplace is not None for e in b.eqns)]
     if written and written != [program.entry]:
-        whole = transform.inline(program, small=sum(len(b.eqns) for b in program.blocks.values()))
-        program = check(transform.dce(transform.cse(whole)))  # what layers have in common is computed once
+        program = one_block(program)
     position = {v.name: i for i, v in enumerate(program.inputs)}
     at = [position[name] for name in program.updates]
     results = program.results
@@ -279,7 +286,7 @@ def _lean(program: Program, device: torch.device, donate: bool = False) -> Calla
     """Code for when nothing is recorded; beside products of a few rows, as each token of a text needs them, what is
     small is in C."""
     native: list[str] = []
-    if any(eqn.op is o.linear_few_rows for eqn in program.main.eqns):
+    if any(eqn.op in (o.linear_few_rows, o.linear_rounded) for eqn in program.main.eqns):
         program, native = transform.small_blocks(program, is_small)
     code, _ = load(check(program), device, reuse=True, donate=donate, native=native)
     return replayed_call(code, program, device)

@@ -37,7 +37,7 @@ FAMILIES = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_same_text_beyond_the_first_cache(family, monkeypatch):
-    monkeypatch.setattr(decode, "LEAST", 8)
+    monkeypatch.setattr(decode, "LEAST_IN_C", 8)
     model, ids = model_of(family, **FAMILIES[family]), [5, 7, 11]
     with torch.no_grad():
         wanted = model.generate(torch.tensor([ids]), max_new_tokens=11, do_sample=False)[0, 3:].tolist()
@@ -52,7 +52,7 @@ def test_the_same_text_beyond_the_first_cache(family, monkeypatch):
 @pytest.mark.parametrize("temperature", [0.0, 0.3, 1.0])
 def test_guesses_change_no_text(temperature, monkeypatch):
     """Right or wrong, into a cache that grows meanwhile and up to the last place that the model has."""
-    monkeypatch.setattr(decode, "LEAST", 16)
+    monkeypatch.setattr(decode, "LEAST_IN_C", 16)
     model, ids, how = model_of("llama", **FAMILIES["llama"]), [5, 7, 11, 2, 5, 7], Sampling(34, temperature)
     plain, guessing = (decode.Decoder(model, 40, guess=guess) for guess in (False, True))
     for _ in range(2):  # the second begins with what the first has left
@@ -270,3 +270,18 @@ def test_logits_that_are_not_finite_are_refused(temperature):
             draw(logits)
     assert draw([-float("inf"), 3.0, -float("inf")]) == 1
     assert temperature or draw([2.0, 3.0, 3.0]) == 1  # the first of those that tie
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 0.9999])
+def test_of_the_likeliest_alone(top_p):
+    """Those that together have the chance, and no more: also where they are many, or one."""
+    g = torch.Generator().manual_seed(0)
+    for width in (5, 3000):
+        for spread in (0.01, 1.0, 8.0):
+            logits = spread * torch.randn(width, generator=g)
+            chances = torch.softmax(logits.double(), -1)
+            ordered, at = chances.sort(descending=True)
+            wanted = set(at[ordered.cumsum(0) - ordered < top_p].tolist())
+            assert set(sample._likeliest(chances, top_p).nonzero().flatten().tolist()) == wanted
+            drawn = {sample.draw(logits, 1.0, g, top_p) for _ in range(50)}
+            assert drawn <= wanted

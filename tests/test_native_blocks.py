@@ -82,6 +82,48 @@ def test_small_blocks():
         torch.testing.assert_close(list(got), list(wanted))
 
 
+PRODUCTS = """\
+def main(x: f32[5,256], up: f32[300,256], b: f32[300], narrow: i8[256,300], scale: f32[256], k: f32[1,4,9,64],
+         v: f32[1,4,9,8], mask: bool[5,9]):
+  h: f32[5,300] = linear_few_rows(x, up, b)
+  a: f32[5,300] = silu(h)
+  y: f32[5,256] = linear_rounded(a, narrow, scale)
+  q: f32[1,5,4,64] = reshape(y, shape=(1, 5, 4, 64))
+  p: f32[1,4,5,64] = permute(q, dims=(0, 2, 1, 3))
+  w: f32[1,4,5,8] = sdpa_few_rows(p, k, v, mask, scale=0.1)
+  z: f32[1,4,5,8] = tanh(w)
+  return a, z
+"""
+
+
+def test_blocks_go_on_behind_products():
+    """And behind attention: one call in C, of the same functions."""
+    changed, names = transform.small_blocks(Program.parse(PRODUCTS), is_small)
+    assert [e.op.name for e in check(changed).main.eqns] == ["call"]
+    torch.manual_seed(0)
+    given = [torch.randn(5, 256), torch.randn(300, 256), torch.randn(300)]
+    given += [torch.randint(-127, 128, (256, 300)).char(), torch.rand(256) / 1000]
+    given += [torch.randn(1, 4, 9, 64), torch.randn(1, 4, 9, 8), torch.rand(5, 9) < 0.5]
+    got = load(changed, CPU, native=names)[0](*given)
+    torch.testing.assert_close(list(got), list(interpret(Program.parse(PRODUCTS), given)), rtol=1e-4, atol=1e-5)
+    wide = [x.bfloat16() for x in given[:3]]
+    half = "def main(x: bf16[5,256], up: bf16[300,256], b: bf16[300]):\n  h: bf16[5,300] = linear_few_rows(x, up, b)\n"
+    program = Program.parse(half + "  a: bf16[5,300] = neg(h)\n  c: bf16[5,300] = neg(a)\n  return c\n")
+    changed, names = transform.small_blocks(program, is_small)
+    assert len(changed.main.eqns) == 1
+    (y,) = load(check(changed), CPU, native=names)[0](*wide)
+    torch.testing.assert_close(y, torch.nn.functional.linear(*wide), rtol=2e-2, atol=0.1)
+
+
+def test_exponentials_over_all_floats():
+    """To two units in the last place, also of results without full precision."""
+    program = Program.parse("def main(x: f32[60000]):\n  a: f32[60000] = exp(x)\n  return a\n")
+    x = torch.cat([torch.linspace(-105, 89, 59990), torch.tensor([0.0, -0.0, 88.72, 88.73, 200, -200])])
+    x = torch.cat([x, torch.tensor([torch.inf, -torch.inf, torch.nan, 1e-30])])
+    (got,) = native_functions(program, ["main"])["main"](x)
+    torch.testing.assert_close(got, x.double().exp().float(), rtol=2.4e-7, atol=3e-45, equal_nan=True)
+
+
 def test_without_a_compiler_blocks_stay_python(monkeypatch):
     monkeypatch.setattr(native_blocks, "library_of", lambda *_: None)
     changed, names = transform.small_blocks(Program.parse(BEFORE), is_small)

@@ -126,7 +126,7 @@ def test_what_pays_is_recorded_as_often_as_needed(calls):
 def test_a_cache_is_written_where_it_lies(calls, monkeypatch):
     """Text by recorded code, prompt after prompt: each recorded once for each size of the cache, with guesses and
     without."""
-    monkeypatch.setattr(decode, "LEAST", 16)
+    monkeypatch.setattr(decode, "LEAST_IN_C", 16)
     model = model_of("llama", **FAMILIES["llama"])
     prompts = [[5, 7, 11, 2, 5, 7], [3, 1, 4], [5, 7, 11, 2, 5, 7]]
     wanted = [

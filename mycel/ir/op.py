@@ -31,6 +31,8 @@ What the fields mean
             away
   c         one element of its only result in C, of its operands' elements: "{0} + {1}"; or a function (at, *types,
             **params) -> text, where at(k, index) is an element of operand k (`run/native_blocks.py`), None: not so
+  call_c    its only result by a function of `ops/few_rows.c`: a function (names, y, *types, **params) -> statement in
+            C, of the names of operands and result; None: not so
   scratch   bytes its kernel needs while it runs, besides operands and results: a function of the types and params
   converts  bytes moved before its kernel starts, to bring operands into the form it takes: a function of the types and
             params
@@ -158,6 +160,7 @@ class Op:
     into: Sequence[str] = ()
     inplace: Callable[..., None] | None = None
     c: str | Callable[..., str | None] | None = None
+    call_c: Callable[..., str | None] | None = None
     aten: Sequence[str] = ()
     scratch: Callable[..., int] | None = None
     converts: Callable[..., int] | None = None

@@ -14,6 +14,8 @@
     velocity of layers.0.q_proj.weight over dp   momentum of a rank's own gradients, of what it has not sent
     delayed of layers.0.q_proj.weight over dp    a gradient that the next step is taken with
     outer momentum of layers.0.q_proj.weight     state of an optimiser around the optimiser
+    rounded of layers.0.q_proj.weight            a parameter in 8 bits …
+    scale of layers.0.q_proj.weight              … and what 1 stands for in each of its rows
 
 An input without a role is an argument of its own name.  Positions of inputs mean nothing: whoever gives values to a
 program, or asks which input is which, does so by role.
@@ -41,6 +43,8 @@ FORMS = {
     "velocity": ("of", "OF", "over", "OVER"),
     "delayed": ("of", "OF", "over", "OVER"),
     "outer": ("NAME", "of", "OF"),
+    "rounded": ("of", "OF"),
+    "scale": ("of", "OF"),
 }
 HELD = ("parameter", "buffer", "variable")  # lives outside of the call, and is read at each
 

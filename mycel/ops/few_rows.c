@@ -1,16 +1,19 @@
 /* y = x w^T for a few rows x: each weight is read once, whatever the number of rows.
 
-   x[rows,k] and w[n,k] are floats, or the upper halves of floats (bfloat16); sums are floats.  A product of one row is
-   as fast as its weights come from memory: so those of the next rows of w are asked for early, and there are as many
-   sums at once as a processor needs to be busy.
+   x[rows,k] and w[n,k] are floats, or the upper halves of floats (bfloat16); or w is bytes, each row with a scale.
+   Sums are floats.  A product of one row is as fast as its weights come from memory: so those of the next rows of w are
+   asked for early, and there are as many sums at once as a processor needs to be busy.
 
    Of halves two are read as one word: the even ones are its lower half, moved up, the odd ones its upper half.  So rows
-   of x are laid out the same way before: of each 2 LANES numbers first the even ones, then the odd ones. */
+   of x are laid out the same way before: of each 2 LANES numbers first the even ones, then the odd ones.  Of bytes it
+   is four: of each 4 LANES numbers first each fourth one, then those behind them. */
 
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+
+#include "elements.h"
 
 #if defined(__AVX512F__)
 #define LANES 16
@@ -37,16 +40,11 @@ typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef float half_floats __attribute__((vector_size(2 * LANES)));
 typedef float quarter_floats __attribute__((vector_size(LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef int32_t signed_words __attribute__((vector_size(4 * LANES)));
 
-static inline float of_half(uint16_t h) { uint32_t u = (uint32_t)h << 16; float f; memcpy(&f, &u, 4); return f; }
 static inline float of_float(float f) { return f; }
+static inline float of_byte(int8_t b) { return b; }
 static inline floats lanes(const void *p) { floats v; memcpy(&v, p, sizeof v); return v; }
-static inline uint16_t half_of(float f) { /* to the nearest, ties to even */
-  uint32_t u;
-  memcpy(&u, &f, 4);
-  if ((u & 0x7FFFFFFFu) > 0x7F800000u) return 0x7FC0;
-  return (uint16_t)((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16);
-}
 static inline float total(floats v) {
   union { floats all; half_floats parts[2]; } first = {v};
   union { half_floats all; quarter_floats parts[2]; } second = {first.parts[0] + first.parts[1]};
@@ -56,14 +54,20 @@ static inline float total(floats v) {
   return sum;
 }
 
-/* the weights at p, as many as a vector of bytes holds: MANY_float or MANY_half vectors of floats */
+/* the weights at p, as many as a vector of bytes holds: MANY_… vectors of floats */
 #define MANY_float 1
 #define MANY_half 2
+#define MANY_byte 4
 static inline void read_float(const float *p, floats *part) { part[0] = lanes(p); }
 static inline void read_half(const uint16_t *p, floats *part) {
   words pairs = (words)lanes(p);
   part[0] = (floats)(pairs << 16);
   part[1] = (floats)(pairs & 0xFFFF0000u);
+}
+static inline void read_byte(const int8_t *p, floats *part) {
+  words fours = (words)lanes(p);
+  for (int m = 0; m < MANY_byte; m++)
+    part[m] = __builtin_convertvector((signed_words)(fours << (24 - 8 * m)) >> 24, floats);
 }
 
 /* weights at i of columns j … j + WIDE, times all rows; the next ones are asked for: of other columns, or where there
@@ -112,12 +116,15 @@ static inline void read_half(const uint16_t *p, floats *part) {
   PRODUCT(T, NAME, 5) PRODUCT(T, NAME, 6) PRODUCT(T, NAME, 7) PRODUCT(T, NAME, 8)
 PRODUCTS(float, float)
 PRODUCTS(uint16_t, half)
+PRODUCTS(int8_t, byte)
 
 #define TABLE(NAME) {NAME##_1, NAME##_2, NAME##_3, NAME##_4, NAME##_5, NAME##_6, NAME##_7, NAME##_8}
 typedef void of_floats(const float *, const float *, float *, int64_t, int64_t, int64_t, int64_t);
 typedef void of_halves(const float *, const uint16_t *, float *, int64_t, int64_t, int64_t, int64_t);
+typedef void of_bytes(const float *, const int8_t *, float *, int64_t, int64_t, int64_t, int64_t);
 static of_floats *const BY_FLOATS[] = TABLE(float);
 static of_halves *const BY_HALVES[] = TABLE(half);
+static of_bytes *const BY_BYTES[] = TABLE(byte);
 
 /* a row of halves as floats, even ones and odd ones apart */
 static void widen(const uint16_t *x, float *wide, int64_t k) {
@@ -128,6 +135,15 @@ static void widen(const uint16_t *x, float *wide, int64_t k) {
       wide[i + LANES + m] = of_half(x[i + 2 * m + 1]);
     }
   for (; i < k; i++) wide[i] = of_half(x[i]);
+}
+
+/* a row of floats in the order in which bytes are read */
+static void apart(const float *x, float *ordered, int64_t k) {
+  int64_t i = 0;
+  for (; i + 4 * LANES <= k; i += 4 * LANES)
+    for (int l = 0; l < LANES; l++)
+      for (int m = 0; m < 4; m++) ordered[i + m * LANES + l] = x[i + 4 * l + m];
+  memcpy(ordered + i, x + i, (size_t)(k - i) * sizeof(float));
 }
 
 /* 1 to 8 rows; -1: no memory for wider copies of x and y */
@@ -152,14 +168,41 @@ int mycel_few_rows(const void *x, const void *w, void *y, int64_t rows, int64_t 
   return 0;
 }
 
-static inline float dot(const float *a, const float *b, int64_t n) {
-  floats sums[2] = {{0}, {0}};
-  int64_t i = 0;
-  for (; i + 2 * LANES <= n; i += 2 * LANES)
-    for (int d = 0; d < 2; d++) sums[d] += lanes(a + i + d * LANES) * lanes(b + i + d * LANES);
-  float sum = total(sums[0] + sums[1]);
-  for (; i < n; i++) sum += a[i] * b[i];
-  return sum;
+/* 1 to 8 rows of floats, weights in bytes, each row of them times its scale; -1: no memory for another order of x */
+int mycel_few_rows_of_bytes(const float *x, const int8_t *w, const float *scale, float *y, int64_t rows, int64_t k,
+                            int64_t n) {
+  float *ordered = malloc((size_t)(rows * k) * sizeof(float));
+  if (!ordered) return -1;
+  for (int64_t r = 0; r < rows; r++) apart(x + r * k, ordered + r * k, k);
+#pragma omp parallel for schedule(static) if (n >= 2 * SHARE)
+  for (int64_t j = 0; j < n; j += SHARE) {
+    int64_t end = j + SHARE < n ? j + SHARE : n;
+    BY_BYTES[rows - 1](ordered, w, y, k, n, j, end);
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t c = j; c < end; c++) y[r * n + c] *= scale[c];
+  }
+  free(ordered);
+  return 0;
+}
+
+/* y[i] = a . the i-th of the rows of b that `places` names: four at once */
+static void dots(const float *a, const float *b, const int32_t *places, int64_t count, int64_t k, float scale,
+                 float *y) {
+  for (int64_t i = 0; i < count; i += 4) {
+    floats sums[4] = {{0}, {0}, {0}, {0}};
+    const float *row[4];
+    for (int d = 0; d < 4; d++) row[d] = b + places[i + d < count ? i + d : count - 1] * k;
+    int64_t j = 0;
+    for (; j + LANES <= k; j += LANES) {
+      floats part = lanes(a + j);
+      for (int d = 0; d < 4; d++) sums[d] += part * lanes(row[d] + j);
+    }
+    for (int d = 0; d < 4 && i + d < count; d++) {
+      float sum = total(sums[d]);
+      for (int64_t rest = j; rest < k; rest++) sum += a[rest] * row[d][rest];
+      y[i + d] = scale * sum;
+    }
+  }
 }
 
 /* Attention of a few rows q[b,h,rows,k] to k[b,g,places,k] and v[b,g,places,n], y[b,h,rows,n]; places that a row does
@@ -172,26 +215,26 @@ int mycel_few_rows_attention(const float *q, const float *keys, const float *val
 #pragma omp parallel for schedule(static) if (batch * heads * rows * places * k > (1 << 16))
   for (int64_t head = 0; head < batch * heads; head++) {
     int64_t b = head / heads, h = head % heads, group = b * groups + h / (heads / groups);
-    float *scores = malloc((size_t)(places + 1) * sizeof(float));
+    float *scores = malloc((size_t)(places + 1) * (sizeof(float) + sizeof(int32_t)));
+    int32_t *at = (int32_t *)(scores + places + 1);
     for (int64_t r = 0; scores && r < rows; r++) {
       const uint8_t *seen = mask ? mask + b * steps[0] + h * steps[1] + r * steps[2] : NULL;
       const float *row = q + (head * rows + r) * k;
       float *restrict out = y + (head * rows + r) * n;
       float most = -INFINITY, sum = 0;
+      int64_t count = 0;
       for (int64_t j = 0; j < places; j++)
-        if (!seen || seen[j]) {
-          scores[j] = scale * dot(row, keys + (group * places + j) * k, k);
-          if (scores[j] > most) most = scores[j];
-        }
+        if (!seen || seen[j]) at[count++] = (int32_t)j;
+      dots(row, keys + group * places * k, at, count, k, scale, scores);
+      for (int64_t i = 0; i < count; i++) most = scores[i] > most ? scores[i] : most;
+      for (int64_t i = 0; i < count; i++) scores[i] = exp_of(scores[i] - most);
       memset(out, 0, (size_t)n * sizeof(float));
-      for (int64_t j = 0; j < places; j++)
-        if (!seen || seen[j]) {
-          float share = expf(scores[j] - most);
-          const float *value = values + (group * places + j) * n;
-          sum += share;
-          for (int64_t i = 0; i < n; i++) out[i] += share * value[i];
-        }
-      for (int64_t i = 0; sum != 0 && i < n; i++) out[i] /= sum; /* a row that sees nothing is zeros */
+      for (int64_t i = 0; i < count; i++) {
+        const float *value = values + (group * places + at[i]) * n;
+        sum += scores[i];
+        for (int64_t c = 0; c < n; c++) out[c] += scores[i] * value[c];
+      }
+      for (int64_t c = 0; sum != 0 && c < n; c++) out[c] /= sum; /* a row that sees nothing is zeros */
     }
     if (!scores) failed = -1;
     free(scores);

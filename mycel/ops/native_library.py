@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -17,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC")
+INCLUDED = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 WIDE = ("-mprefer-vector-width=512",)  # of x86 alone
 
 
@@ -27,7 +29,9 @@ def native_library(source: str, more: Sequence[str] = ()) -> ctypes.CDLL | None:
 
 
 def library_of(text: str, name: str, more: Sequence[str] = ()) -> ctypes.CDLL | None:
-    """A text of C as a library, compiled where it is not there yet; None without a compiler, or where it fails."""
+    """A text of C, which may include headers that lie here, as a library, compiled where it is not there yet; None
+    without a compiler, or where it fails."""
+    text = INCLUDED.sub(lambda m: Path(__file__).with_name(m[1]).read_text(), text)
     folder = library_folder()
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if folder is None or not compiler:

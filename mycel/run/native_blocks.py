@@ -7,7 +7,8 @@ it ten.
       return y                                        for (int64_t i2 = 0; i2 < 768; i2++) y0[i2] = t0[i2] * a1[i2]; }
 
 Each equation is a loop over its result; what an element is made of, its operator says (`Op.c`).  16 bits are computed
-in 32 and rounded after each equation, as torch does.  Where there is no compiler, blocks stay Python.
+in 32 and rounded after each equation, as torch does.  Products and attention of few rows are calls of their functions
+in C (`Op.call_c`), so that a block goes on behind them.  Where there is no compiler, blocks stay Python.
 """
 
 from __future__ import annotations
@@ -20,23 +21,22 @@ from typing import Any
 import torch
 
 from mycel.ir import Block, Eqn, Program, Type, Var
+from mycel.ops import few_rows
 from mycel.ops.native_library import library_of
 
 C_TYPES = {torch.float32: "float", torch.bfloat16: "uint16_t", torch.int64: "int64_t", torch.bool: "_Bool"}
+GIVEN = {**C_TYPES, torch.int8: "int8_t"}  # to functions in C
 LARGEST = 1 << 16  # elements of a value: it lies on the stack, and one core computes it
 HEAD = """#include <math.h>
 #include <stdint.h>
 #include <string.h>
 #include <tgmath.h>
 
-static inline float of_half(uint16_t h) { uint32_t u = (uint32_t)h << 16; float f; memcpy(&f, &u, 4); return f; }
-static inline uint16_t half_of(float f) { /* to the nearest, ties to even */
-  uint32_t u;
-  memcpy(&u, &f, 4);
-  if ((u & 0x7FFFFFFFu) > 0x7F800000u) return 0x7FC0;
-  return (uint16_t)((u + 0x7FFFu + ((u >> 16) & 1u)) >> 16);
-}
+#include "elements.h"
+#undef exp
+#define exp exp_of
 """
+DECLARED = "\n".join(f"int (*{name})({types});" for name, types in few_rows.FUNCTIONS.items()) + "\n"
 Function = Callable[..., tuple[torch.Tensor, ...]]
 
 
@@ -92,8 +92,10 @@ def _place(index: Sequence[str], shape: Sequence[int]) -> str:
 
 
 def is_small(eqn: Eqn) -> bool:
-    """Is it small, and does its operator say what it is in C?"""
+    """Is it small, or a call of a function in C, and does its operator say what it is there?"""
     values = [x for x in (*eqn.inputs, *eqn.outputs) if isinstance(x, Var)]
+    if eqn.op.call_c is not None:
+        return _call_text(eqn, dict.fromkeys(values, "x")) is not None
     if eqn.op.c is None or None in eqn.inputs or len(eqn.outputs) != 1 or len(values) < 2:
         return False
     if not all(v.dtype in C_TYPES and 0 < v.type.numel <= LARGEST for v in values):
@@ -101,8 +103,16 @@ def is_small(eqn: Eqn) -> bool:
     return Elements(eqn, dict.fromkeys(values, "x")).text() is not None
 
 
+def _call_text(eqn: Eqn, names: Mapping[Var, str]) -> str | None:
+    """The statement that computes it; None where it is no call."""
+    if eqn.op.call_c is None:
+        return None
+    given = [names[x] if isinstance(x, Var) else None for x in eqn.inputs]
+    return eqn.op.call_c(given, names[eqn.outputs[0]], *eqn.input_types, **eqn.params)
+
+
 def c_text(name: str, block: Block) -> str:
-    """A block as a function of the memory of its inputs and its results."""
+    """A block as a function of the memory of its inputs and its results; not 0 where there is no memory."""
     names = {v: f"a{i}" for i, v in enumerate(block.inputs)}
     given = [f"const {_c_type(v.type)} *restrict a{i}" for i, v in enumerate(block.inputs)]
     lines = []
@@ -115,37 +125,45 @@ def c_text(name: str, block: Block) -> str:
         if y not in names:
             names[y] = f"t{i}"
             lines.append(f"{_c_type(y.type)} t{i}[{y.type.numel}];")
+        called = _call_text(eqn, names)
+        if called is not None:
+            lines.append(called)
+            continue
         at = Elements(eqn, names)
         element = at.text()
         loops = [f"for (int64_t i{d} = 0; i{d} < {n}; i{d}++) " for d, n in enumerate(y.shape) if n != 1]
         value = f"half_of({element})" if y.dtype == torch.bfloat16 else element
         lines.append(f"{''.join(loops)}{names[y]}[{_place(at.index, y.shape)}] = {value};")
-    return f"void {name}({', '.join(given)}) {{\n  " + "\n  ".join(lines) + "\n}\n"
+    return f"int {name}({', '.join(given)}) {{\n  " + "\n  ".join(lines) + "\n  return 0;\n}\n"
 
 
 def _c_type(t: Type) -> str:
-    return C_TYPES[t.dtype]
+    return GIVEN[t.dtype]
 
 
 def native_functions(program: Program, blocks: Collection[str]) -> dict[str, Function]:
     """These blocks as functions in C; none of them without a compiler."""
     texts = [c_text(f"block_{i}", program.blocks[name]) for i, name in enumerate(blocks)]
-    library = library_of(HEAD + "\n".join(texts), "blocks", ("-fno-math-errno",)) if texts else None
-    if library is None:
+    library = library_of(HEAD + DECLARED + "\n".join(texts), "blocks", ("-fno-math-errno",)) if texts else None
+    called = few_rows.library()
+    if library is None or called is None:
         return {}
+    for function in few_rows.FUNCTIONS:
+        ctypes.c_void_p.in_dll(library, function).value = ctypes.cast(called[function], ctypes.c_void_p).value
     return {name: _function(library[f"block_{i}"], program.blocks[name]) for i, name in enumerate(blocks)}
 
 
 def _function(code: Any, block: Block) -> Function:
     """Called as the block's Python would be."""
     code.argtypes = [ctypes.c_void_p] * (len(block.inputs) + len(block.outputs))
-    code.restype = None
+    code.restype = ctypes.c_int
     results = [(v.shape, v.dtype) for v in block.outputs if isinstance(v, Var)]
 
     def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         given = [x if x.is_contiguous() else x.contiguous() for x in inputs]
         ys = tuple([torch.empty(shape, dtype=dtype) for shape, dtype in results])
-        code(*[x.data_ptr() for x in given], *[y.data_ptr() for y in ys])
+        if code(*[x.data_ptr() for x in given], *[y.data_ptr() for y in ys]):
+            raise MemoryError("no memory for a product or for attention of few rows")
         return ys
 
     return run

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -86,15 +86,22 @@ def stream(
     refuse_long(ids, decoder)
     room = decoder.places
     generator = torch.Generator().manual_seed(how.seed)
+    draw = lambda logits, by: sample.draw(logits, how.temperature, by, how.top_p)
+
+    def drawing() -> Callable[[torch.Tensor], int]:
+        twin = generator.clone_state()
+        return lambda logits: draw(logits, twin)
+
     with evaluating(module), torch.no_grad():
-        logits = decoder.start(ids)
-        for last in reversed(range(how.tokens if room is None else min(how.tokens, room - len(ids)))):
-            following = sample.draw(logits, how.temperature, generator, how.top_p)
+        tokens = how.tokens if room is None else min(how.tokens, room - len(ids))
+        logits = decoder.start(ids, tokens)
+        for last in reversed(range(tokens)):
+            following = draw(logits, generator)
             if following in ends:
                 return
             yield following
             if last:
-                logits = decoder.after(following)
+                logits = decoder.after(following, drawing)
 
 
 def refuse_long(ids: Sequence[int], decoder: Decoder, at: str = "--prompt") -> None:

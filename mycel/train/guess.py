@@ -22,7 +22,7 @@ class Guesses:
     def __init__(self, ids: Iterable[int]) -> None:
         self.text: list[int] = []
         self._behind: dict[tuple[int, int], int] = {}  # two tokens -> the place behind them
-        self._right = 1.0  # tokens that guesses brought, on average
+        self.brought = 1.0  # tokens that guesses brought, on average
         self._skipped = 0
         for token in ids:
             self.add(token)
@@ -38,7 +38,7 @@ class Guesses:
         at = self._behind.get((self.text[-2], self.text[-1])) if len(self.text) >= 2 else None
         if at is None:
             return []
-        if self._right < WORTH:
+        if self.brought < WORTH:
             self._skipped = (self._skipped + 1) % RARELY
             if self._skipped:
                 return []
@@ -47,4 +47,4 @@ class Guesses:
 
     def judge(self, right: int) -> None:
         """How many tokens of a guess were right."""
-        self._right = MEMORY * self._right + (1 - MEMORY) * right
+        self.brought = MEMORY * self.brought + (1 - MEMORY) * right

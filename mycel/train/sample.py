@@ -18,6 +18,8 @@ from torch import nn
 from mycel.forward import evaluating
 from mycel.train.weights import refusal
 
+SOME = 64  # of the likeliest tokens, which mostly are enough of them
+
 
 def generate(
     module: nn.Module,
@@ -68,9 +70,19 @@ def draw(logits: torch.Tensor, temperature: float, generator: torch.Generator, t
     # the largest logit is taken off first: a tiny temperature must not overflow
     chances = torch.softmax((logits - logits.max()) / temperature, -1)
     if top_p < 1:
-        ordered, at = chances.sort(descending=True)
-        chances[at[ordered.cumsum(0) - ordered >= top_p]] = 0  # the first always stays
+        chances = _likeliest(chances, top_p)
     return int(torch.multinomial(chances, 1, generator=generator))
+
+
+def _likeliest(chances: torch.Tensor, top_p: float) -> torch.Tensor:
+    """The chances of the likeliest that together have `top_p`, 0 of the others; the first always stays."""
+    count = min(SOME, len(chances))
+    ordered, at = chances.topk(count)
+    while count < len(chances) and ordered.sum() < top_p:
+        count = min(8 * count, len(chances))
+        ordered, at = chances.topk(count)
+    stays = at[ordered.cumsum(0) - ordered < top_p]
+    return torch.zeros_like(chances).index_copy_(0, stays, chances[stays])
 
 
 def causal(module: nn.Module) -> bool:

@@ -46,6 +46,7 @@ from mycel.transform.optimise import ParameterGroup, optimise
 from mycel.transform.outline import outline
 from mycel.transform.precision import precision
 from mycel.transform.recordable import recordable
+from mycel.transform.rounded_weights import rounded_weights
 from mycel.transform.routing import RoutedLayer, with_routing
 from mycel.transform.scaling import LOSS_SCALE, scaled, with_scale
 from mycel.transform.shared_updates import share_updates
@@ -123,6 +124,7 @@ __all__ = [
     "precision",
     "recordable",
     "results_in_rows",
+    "rounded_weights",
     "scaled",
     "share_updates",
     "shares",
