@@ -6,7 +6,8 @@
                                                             gv = all_reduce(dv, …)
 
 What a call makes is sent behind it, beside the next one (`overlap.py`); behind the last one nothing hides it.  The
-first half is what half of that, by bytes and in the order in which it is made, needs.
+first half is what half of that, by bytes and in the order in which it is made, needs; what is computed of it on its way
+(a gradient is encoded) stands between the two.
 """
 
 from __future__ import annotations
@@ -32,11 +33,32 @@ def divided_last_call(program: Program) -> Program:
     if len(first) != 1 or len(rest) != 1:
         return program
     (_, early), (_, late) = first[0], rest[0]
-    blocks, behind = splitter.blocks, main.eqns[at + 1 :]
+    blocks = splitter.blocks
     if not any(e.op.product for e in blocks[str(late.params["block"])].eqns):
         return program
-    eqns = (*main.eqns[:at], early, late, *behind)
+    between, behind = _ready(main.eqns[at + 1 :], early, late)
+    eqns = (*main.eqns[:at], early, *between, late, *behind)
     return replace(program, blocks={**blocks, program.entry: Block(main.inputs, eqns, main.outputs)})
+
+
+def _ready(eqns: Sequence[Eqn], early: Eqn, late: Eqn) -> tuple[list[Eqn], list[Eqn]]:
+    """(what is computed of the first half alone, to be sent; the rest)"""
+    wanted, there, to_come = _sent(eqns), set(early.outputs), set(late.outputs)
+    between, behind = list[Eqn](), list[Eqn]()
+    for e in eqns:
+        reads = set(e.vars)
+        is_ready = _is_plain(e) and not wanted.isdisjoint(e.outputs) and reads.isdisjoint(to_come)
+        if is_ready and not reads.isdisjoint(there):
+            between.append(e)
+            there.update(e.outputs)
+        else:
+            behind.append(e)
+            to_come.update(e.outputs)
+    return between, behind
+
+
+def _is_plain(eqn: Eqn) -> bool:
+    return eqn.op not in CONTROL and eqn.op.collective is None and not eqn.op.effect
 
 
 def _first_half(blocks: Mapping[str, Block], main: Block, at: int) -> set[Var]:
@@ -60,6 +82,6 @@ def _sent(eqns: Sequence[Eqn]) -> set[Var]:
     wanted = set[Var]()
     for e in reversed(eqns):
         is_sent = e.op.collective is not None and e.op.collective.together
-        if is_sent or (e.op not in CONTROL and e.op.collective is None and not wanted.isdisjoint(e.outputs)):
+        if is_sent or (_is_plain(e) and not wanted.isdisjoint(e.outputs)):
             wanted.update(e.vars)
     return wanted
