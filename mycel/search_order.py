@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -30,6 +30,8 @@ ROUNDS = 3  # of neighbours of neighbours
 RUNNERS_UP = 2  # that could be the best on other wires
 EVERYTHING = 1200  # equations times plans up to which all are priced
 NEARBY = 3000  # up to which all are priced that are one step from the best
+
+Way = Callable[[Shape], Iterator[Shape]]  # plans that differ from one in this
 
 
 class Pricing(Protocol):
@@ -343,7 +345,10 @@ class SearchOrder:
 
     def _is_new(self, shape: Shape) -> bool:
         """Was a plan not priced, and may it fit?"""
-        return self.given.applied(shape) not in self.search.candidates and self.search.held(shape) <= self.memory
+        return self.given.applied(shape) not in self.search.candidates and self._may_fit(shape)
+
+    def _may_fit(self, shape: Shape) -> bool:
+        return self._holds(shape) and self.search.held(shape) <= self.memory
 
     def _offloaded(self, shape: Shape) -> Iterator[Shape]:
         """With values on the host; where nothing fits, in more and more microbatches."""
@@ -394,38 +399,59 @@ class SearchOrder:
     def _pipelines(self, shape: Shape) -> Iterator[Shape]:
         """Stages beside a plan, few first, as long as these get faster; and what is beside the best of them."""
         search, given = self.search, self.given
-        if given.stages is not None:
+        if given.stages is not None or shape.pp > 1:
             return
         seed = replace(shape, compress="", schedule=given.schedules[0])
         for each in self.space.pipelines(seed, given.microbatches):
             fastest = float("inf")
             for staged in each:
                 bubbles = 1 + (staged.pp - 1) / (2 * staged.microbatches)  # of interleaved stages
-                if search.bound * bubbles > self.fastest() or search.held(staged) > self.memory:
+                if search.bound * bubbles > self.fastest() or not self._holds(staged):
                     continue
-                if not self._holds(staged):
-                    continue
-                yield staged
-                seconds = self._priced(staged).seconds
+                tried = yield from self._climbed(self._first_level(staged, shape.zero), self._ways)
+                seconds = min((c.seconds for c in tried), default=float("inf"))
                 if fastest < float("inf") and seconds > fastest * WORSE:
                     break
                 fastest = min(fastest, seconds)
         yield from self._beside_pipeline()
 
+    def _first_level(self, staged: Shape, most: int) -> Shape:
+        """The lowest level of ZeRO, but for 0, that may fit: it sends as little as that, and holds less."""
+        levels = [zero for zero in self.given.zeros if staged.shards > 1 and 0 < zero <= max(most, 1)]
+        leveled = [replace(staged, zero=zero) for zero in levels or self.given.zeros[:1]]
+        return next((each for each in leveled if self.search.held(each) <= FULL * self.memory), leveled[-1])
+
+    @property
+    def _ways(self) -> list[Way]:
+        """In which pipelines of as many stages differ, those first that cost least to look at."""
+        ways: list[Way] = [self._other_schedules, self._other_levels]
+        return [*ways, *([self.space.other_microbatches] if self.given.microbatches is None else [])]
+
     def _beside_pipeline(self) -> Iterator[Shape]:
-        """Other numbers of microbatches and stages, levels of ZeRO and schedules than the best pipeline has, one after
-        the other until none is better, as long as it could be the fastest if it waited for less."""
-        space, parts, fastest = self.space, self.given.microbatches, float("inf")
-        ways: list[Callable[[Shape], Iterator[Shape]]] = [self._other_schedules, self._other_levels]
-        ways += [space.other_microbatches] if parts is None else []
-        ways += [functools.partial(space.other_stages, parts=parts)] if self.given.stages is None else []
-        while (best := self._best_pipeline()) is not None and best.seconds < fastest:
-            fastest = best.seconds
+        """What is beside the best pipeline, among it other numbers of stages."""
+        best, ways = self._best_pipeline(), self._ways
+        if self.given.stages is None:
+            ways.append(functools.partial(self.space.other_stages, parts=self.given.microbatches))
+        if best is not None:
+            yield from self._climbed(best.shape, ways)
+
+    def _climbed(self, shape: Shape, ways: Sequence[Way]) -> Generator[Shape, None, list[Candidate]]:
+        """Plans that differ from one in one way after the other, each from the best of those before, until none is
+        better, or that one would not be the fastest if it were half as far above the bound."""
+        tried, before = list[Candidate](), float("inf")
+        if self._may_fit(shape):
+            yield shape
+            tried.append(self._priced(shape))
+        while tried and (best := min(tried, key=lambda c: c.seconds)).seconds < before:
+            before = best.seconds
             for way in ways:
-                best = self._best_pipeline()
-                if best is None or best.seconds - (best.exposed + best.bubble) / 2 > self.fastest() * WORSE:
-                    return
-                yield from (each for each in map(self._allowed, way(best.shape)) if self._is_new(each))
+                best = min(tried, key=lambda c: c.seconds)
+                if (best.seconds + self.search.bound) / 2 > self.fastest():
+                    return tried
+                for each in filter(self._may_fit, map(self._allowed, way(best.shape))):
+                    yield each
+                    tried.append(self._priced(each))
+        return tried
 
     def _best_pipeline(self) -> Candidate | None:
         return next((c for c in self._fitting() if c.shape.pp > 1), None)

@@ -272,16 +272,14 @@ class SearchSpace:
 
     def pipelines(self, shape: Shape, parts: int | None = None) -> Iterator[list[Shape]]:
         """For each size of tp: stages, few first, on the ranks that are left."""
-        if shape.pp > 1 or shape.order or shape.fsdp > 1 or shape.ep > 1:
-            return
-        for tp in dict.fromkeys((shape.tp, min(shape.tp, self.groups[-1]), 1)):
+        for tp in dict.fromkeys((shape.tp * shape.ty, min(shape.tp, self.groups[-1]), 1)):
+            plain = replace(shape, tp=tp, ty=1, fsdp=1, ep=1, zero=0, order=(), microbatches=1)
             candidates = []
             for pp in divisors(self.world // (tp * shape.cp))[1:]:
-                inside = replace(shape, dp=self.world // (tp * shape.cp * pp), tp=tp, ty=1, pp=pp, microbatches=1)
+                inside = replace(plain, dp=self.world // (tp * shape.cp * pp), pp=pp)
                 count = self.usual_count(inside, parts)
-                if count is not None:
-                    candidate = replace(inside, microbatches=count, zero=shape.zero if inside.dp > 1 else 0)
-                    candidates += [candidate] if self.has(candidate) else []
+                if count is not None and self.has(staged := replace(inside, microbatches=count)):
+                    candidates.append(staged)
             yield candidates
 
     def other_stages(self, shape: Shape, parts: int | None = None) -> Iterator[Shape]:
