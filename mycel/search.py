@@ -388,9 +388,10 @@ class Search:
             return self._timed(shape, written.given)
 
     def _timed_whole(self, shape: Shape, written: Plan) -> Candidate:
-        laid_out = self._laid_out_stages(shape, written) if written.is_pipeline else self._laid_out(
-            self.step(shape), written, bounds=True
-        )
+        if written.is_pipeline:
+            laid_out = self._laid_out_stages(shape, written)
+        else:
+            laid_out = self._laid_out(self.step(shape), written, bounds=True)
         outcome = laid_out.decided(self._may_fit(shape, written))
         again, sent = computed_again(outcome, shape), bytes_sent(outcome, laid_out)
         return Candidate(shape, laid_out.plan_of(outcome), outcome.times, sent, again, outcome=outcome)

@@ -2,7 +2,8 @@
 
 Of small programs all plans.  Of others meshes first, with the ZeRO level that holds least; then lower levels for the
 better ones; then the neighbours of the best (`search_space.py`), each only where what it waits for or computes again
-leaves room.
+leaves room.  From each number of stages that could be the fastest, other schedules, levels of ZeRO and microbatches are
+tried one after the other; from the best pipeline other stages, too.
 """
 
 from __future__ import annotations

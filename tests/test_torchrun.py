@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import training
 import yaml
+from test_processes import free_port
 from test_train_ranks import MODEL, QUIET, losses
 from training import config, nothing_left, settings
 
 from mycel.plan.cluster import Cluster
-from mycel.run import free_port
 from mycel.run.checkpoint import latest, load
 from mycel.train.loop import train
 
