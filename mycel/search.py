@@ -394,7 +394,10 @@ class Search:
             laid_out = self._laid_out(self.step(shape), written, bounds=True)
         outcome = laid_out.decided(self._may_fit(shape, written))
         again, sent = computed_again(outcome, shape), bytes_sent(outcome, laid_out)
-        return Candidate(shape, laid_out.plan_of(outcome), outcome.times, sent, again, outcome=outcome)
+        pipeline, line = outcome.lowered.pipeline, None
+        if pipeline is not None and outcome.steps is not None:
+            line = timeline(pipeline.schedule, outcome.steps)
+        return Candidate(shape, laid_out.plan_of(outcome), outcome.times, sent, again, outcome=outcome, line=line)
 
     def _laid_out_stages(self, shape: Shape, written: Plan) -> LaidOut:
         """A step inside a stage, which plans share whose schedules differ."""
@@ -619,12 +622,14 @@ class Search:
         entries = {name: [".".join(axes) or "-" for axes in layout.dims] for name, layout in layouts.items()}
         held = {name: (shape, entries[name]) for name, shape in shapes.items()}
         times = outcome.times
-        if shape.place:
-            what = f"Drawn is the place of {shape.place[0]}; all of them are below."
+        if outcome.lowered.pipeline is not None:
+            what, mesh = "Drawn is the rank with the first stage; all of them are below.", written.mesh
+            if shape.place:
+                what, mesh = f"Drawn is the place of {shape.place[0]}; all of them are below.", shape.place[0].mesh
             hardware = self.cluster.hardware
             program = outcome.lowered.program
             compiled = program.blocks if self.compiled else ()
-            times = plan.Clock(hardware, hardware.links(shape.place[0].mesh))(program, compiled)
+            times = plan.Clock(hardware, hardware.links(mesh))(program, compiled)
         return Detail(outcome.lowered.program, times, held, what, candidate.line)
 
     def _laid_out(

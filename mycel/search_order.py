@@ -173,7 +173,7 @@ class SearchOrder:
                 f"\n  try       a mesh of {world // self.given.pp}, or --cluster with {count} devices"
             )
         sizes: dict[str, Any] = dict(fixed)
-        shape = Shape(**sizes)
+        shape = Shape(**sizes, pp=self.given.pp, microbatches=self.given.pp)
         order = tuple(a for a, n in fixed.items() if n > 1)
         shape = shape if order == shape.default_order else replace(shape, order=order)
         shape = replace(shape, sync=self.sync)
