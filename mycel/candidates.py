@@ -80,7 +80,7 @@ class Answer:
     complete: bool  # nothing was left out for want of time
     interrupted: bool = False  # by Ctrl-C
     bars: ErrorBars | None = None  # what earlier runs on such devices have made of predictions
-    remarks: tuple[str, ...] = ()  # what would be faster, and is not done unasked
+    remarks: tuple[str, ...] = ()  # what is taken for granted; what would be faster, and is not done unasked
 
     @property
     def best(self) -> Candidate | None:

@@ -202,7 +202,7 @@ def padded(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 def without_host_data(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Arguments:
     """Arguments for a capture on this device: for tensors on the host stand ones without data, as only parts are
     moved."""
-    if device.type in ("cpu", "meta"):
+    if device.type == "cpu":
         return args, kwargs
     tensors: list[torch.Tensor] = []
     tree = flatten_arguments((args, kwargs), tensors)

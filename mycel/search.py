@@ -55,7 +55,7 @@ from mycel.search_given import Given
 from mycel.search_order import GAIN, SearchOrder
 from mycel.search_remarks import explained, nothing_fits, too_short
 from mycel.search_space import AXES, SearchSpace, Shape
-from mycel.shallow import Make, Shallow, layer_lists
+from mycel.shallow import Make, Shallow
 from mycel.sizes import parse_bytes, shown, span
 from mycel.stage_price import StagePricing, layer_runs
 
@@ -94,13 +94,16 @@ class Search:
         compiled: bool = True,
         say: Callable[[str], None] = lambda text: None,
         smaller: Callable[[int], Search] | None = None,
+        full_masks: Sequence[str] = (),
     ) -> None:
         self._smaller = smaller  # for a batch of fewer rows
+        self._full_masks = full_masks  # that are taken to be so
         self.model, self.optimizer, self.cluster = model, optimizer, cluster
         self.memory, self.compiled, self.say = memory or cluster.memory, compiled, say
         self._written, self.given = given or {}, Given.read(given or {})
         self._make, self._steps = make, dict[tuple[int, bool, str], UnshardedStep]()
         self._parameters: dict[tuple[bool, bool, int, int, int], dict[str, Any]] = {}
+        self._stages_laid_out: dict[tuple[Hashable, ...], LaidOut] = {}
         self._stage_pricings: dict[tuple[Hashable, ...], StagePricing] = {}
         self.candidates: dict[Shape, Candidate] = {}  # that were priced
 
@@ -197,7 +200,8 @@ class Search:
     @functools.cached_property
     def space(self) -> SearchSpace:
         cluster = self.cluster
-        layers = max(map(len, layer_lists(self.model)), default=1)
+        lists = (m for m in self.model.modules() if isinstance(m, (torch.nn.ModuleList, torch.nn.Sequential)))
+        layers = max(map(len, lists), default=1)
         return SearchSpace(cluster.world, cluster.groups, self.rows, self.length, self._experts(), layers)
 
     def _experts(self) -> int:
@@ -310,7 +314,12 @@ class Search:
     def _price(self, shape: Shape) -> Candidate:
         if self.memory is not None and self.held(shape) > self.memory:
             return _too_large(shape, self.held(shape) - self.memory)
-        return self._timed(shape, self.written(shape))
+        try:
+            return self._timed(shape, self.written(shape))
+        except PlanError as e:
+            if shape.pp == 1 or self.given.stages is not None:
+                raise
+            return Candidate(shape, why=str(e).splitlines()[0])  # what cannot be cut so
 
     @functools.cached_property
     def shallow(self) -> Shallow | None:
@@ -379,10 +388,25 @@ class Search:
             return self._timed(shape, written.given)
 
     def _timed_whole(self, shape: Shape, written: Plan) -> Candidate:
-        laid_out = self._laid_out(self.step(shape), written, bounds=True)
+        if written.is_pipeline:
+            laid_out = self._laid_out_stages(shape, written)
+        else:
+            laid_out = self._laid_out(self.step(shape), written, bounds=True)
         outcome = laid_out.decided(self._may_fit(shape, written))
         again, sent = computed_again(outcome, shape), bytes_sent(outcome, laid_out)
-        return Candidate(shape, laid_out.plan_of(outcome), outcome.times, sent, again, outcome=outcome)
+        pipeline, line = outcome.lowered.pipeline, None
+        if pipeline is not None and outcome.steps is not None:
+            line = timeline(pipeline.schedule, outcome.steps)
+        return Candidate(shape, laid_out.plan_of(outcome), outcome.times, sent, again, outcome=outcome, line=line)
+
+    def _laid_out_stages(self, shape: Shape, written: Plan) -> LaidOut:
+        """A step inside a stage, which plans share whose schedules differ."""
+        key = (shape.microbatches, repr(self._said(shape)), repr(replace(written, stages=shape.pp, schedule="1f1b")))
+        if key not in self._stages_laid_out:
+            self._stages_laid_out[key] = self._laid_out(self.step(shape), written)
+        laid_out = self._stages_laid_out[key]
+        scheduled = replace(laid_out.plan, stages=written.stages, schedule=written.schedule)
+        return replace(laid_out, plan=scheduled, _outcomes={})
 
     def _may_fit(self, shape: Shape, written: Plan) -> Callable[[Way], bool]:
         """Of a deep model: may a step that moves all it can in a way fit the device?  By steps with fewer layers, at
@@ -598,12 +622,14 @@ class Search:
         entries = {name: [".".join(axes) or "-" for axes in layout.dims] for name, layout in layouts.items()}
         held = {name: (shape, entries[name]) for name, shape in shapes.items()}
         times = outcome.times
-        if shape.place:
-            what = f"Drawn is the place of {shape.place[0]}; all of them are below."
+        if outcome.lowered.pipeline is not None:
+            what, mesh = "Drawn is the rank with the first stage; all of them are below.", written.mesh
+            if shape.place:
+                what, mesh = f"Drawn is the place of {shape.place[0]}; all of them are below.", shape.place[0].mesh
             hardware = self.cluster.hardware
             program = outcome.lowered.program
             compiled = program.blocks if self.compiled else ()
-            times = plan.Clock(hardware, hardware.links(shape.place[0].mesh))(program, compiled)
+            times = plan.Clock(hardware, hardware.links(mesh))(program, compiled)
         return Detail(outcome.lowered.program, times, held, what, candidate.line)
 
     def _laid_out(
@@ -671,7 +697,7 @@ class Search:
         given = {name: said for name, said in given.items() if name not in without}
         memory = memory or self.memory
         other = Search(self.model, self.optimizer, self._make, cluster or self.cluster, memory, given, self.compiled)
-        other._smaller = self._smaller
+        other._smaller, other._full_masks = self._smaller, self._full_masks
         other._steps, other.shallow = self._steps, self.shallow
         return other
 
@@ -737,7 +763,17 @@ class Search:
         took = time.perf_counter() - started
         cluster = self.cluster
         bars = plan.error_bars(cluster.hardware.name, cluster.world, cluster.correction, cluster.basis)
-        return Answer(ranked, bound, self.flops(), tokens, self.is_text, cluster, took, complete, interrupted, bars)
+        return Answer(
+            ranked, bound, self.flops(), tokens, self.is_text, cluster, took, complete, interrupted, bars,
+            tuple(self._taken_for_granted()),
+        )  # fmt: skip
+
+    def _taken_for_granted(self) -> Iterator[str]:
+        """Of a batch without data: masks by which the program is another where some of it is padding."""
+        decides = {name for facts in self.step().captured.facts for name in facts.inputs}
+        for name in self._full_masks:
+            if name in decides:
+                yield f"{name} is taken to be all ones: batches with padding take a program of their own, and longer"
 
 
 def _refuse_unpriced(written: Plan) -> None:

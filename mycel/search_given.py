@@ -176,6 +176,8 @@ class Given:
             return False
         if shape.place or shape.world == 1:
             return True
+        if shape.pp > 1 and self.at_once == 2 or self.stages is not None and shape.pp != self.pp:
+            return False
         same_batch = self.batch is None or _split(self.batch) == _split(read_dims(shape.batch, "batch"))
         same_over = not self.over or {*replace(shape, zero=shape.zero or 1).over} == {*self.over}
         is_woven_on_device = self.at_once == 2 and shape.offload

@@ -2,13 +2,15 @@
 
 Of small programs all plans.  Of others meshes first, with the ZeRO level that holds least; then lower levels for the
 better ones; then the neighbours of the best (`search_space.py`), each only where what it waits for or computes again
-leaves room.
+leaves room.  From each number of stages that could be the fastest, other schedules, levels of ZeRO and microbatches are
+tried one after the other; from the best pipeline other stages, too.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -29,6 +31,8 @@ ROUNDS = 3  # of neighbours of neighbours
 RUNNERS_UP = 2  # that could be the best on other wires
 EVERYTHING = 1200  # equations times plans up to which all are priced
 NEARBY = 3000  # up to which all are priced that are one step from the best
+
+Way = Callable[[Shape], Iterator[Shape]]  # plans that differ from one in this
 
 
 class Pricing(Protocol):
@@ -72,7 +76,7 @@ class SearchOrder:
         meshes = list(self.meshes())
         if not meshes:
             self._refuse()
-        everything = list(self._everything(meshes))
+        everything = list(self._everything([*meshes, *self._staged_meshes()]))
         if len(everything) * sum(len(b.eqns) for b in self.search.program.blocks.values()) <= EVERYTHING:
             yield from everything
             if not self._fitting():
@@ -111,21 +115,22 @@ class SearchOrder:
                 before = seconds
 
     def _everything(self, meshes: list[Shape]) -> Iterator[Shape]:
-        """Meshes on all wires, with all levels of ZeRO and codecs, in one microbatch or two."""
+        """Meshes on all wires, with all levels of ZeRO and codecs, in one microbatch or two; stages in any number."""
         space, is_free = self.space, self.given.mesh is None
         for mesh in meshes:
             levels = self.given.zeros
             for zero in levels if mesh.shards > 1 else levels[:1]:
                 first = replace(mesh, zero=zero)
                 others = (*space.orders(first), *space.hybrids(first)) if is_free else ()
-                for shape, count in itertools.product((first, *others), self._counts(mesh)[:2]):
+                counts = self._counts(mesh)
+                for shape, count in itertools.product((first, *others), counts if mesh.pp > 1 else counts[:2]):
                     if zero != 2 or count > 1:  # a gradient is there once: level 2 is level 1
                         yield replace(shape, microbatches=count)
                         yield from self._with_codecs(replace(shape, microbatches=count))
 
     def _with_codecs(self, shape: Shape) -> Iterator[Shape]:
         """Its gradients encoded in each way that may be picked."""
-        if self.given.may_encode(shape) and not self.given.is_compressed:
+        if self.given.may_encode(shape) and not self.given.is_compressed and shape.pp == 1:
             yield from (self.given.encoded(shape, codec) for codec in self.given.codecs)
 
     def _promising(self, meshes: list[Shape]) -> Iterator[Shape]:
@@ -168,12 +173,17 @@ class SearchOrder:
                 f"\n  try       a mesh of {world // self.given.pp}, or --cluster with {count} devices"
             )
         sizes: dict[str, Any] = dict(fixed)
-        shape = Shape(**sizes)
+        shape = Shape(**sizes, pp=self.given.pp, microbatches=self.given.pp)
         order = tuple(a for a, n in fixed.items() if n > 1)
         shape = shape if order == shape.default_order else replace(shape, order=order)
         shape = replace(shape, sync=self.sync)
         if self.space.has(shape) and self._may_be(shape):
             yield shape
+
+    def _staged_meshes(self) -> Iterator[Shape]:
+        """Of pipelines, with each schedule, where nothing says how many stages there are, or of which ranks."""
+        if self.given.stages is None and self.given.mesh is None:
+            yield from filter(self._may_be, self.space.staged(self.given.axes, self.given.schedules))
 
     def _may_be(self, shape: Shape) -> bool:
         """Has a mesh what is given, and can its batch be cut as that says?"""
@@ -292,28 +302,54 @@ class SearchOrder:
     def _nearby(self) -> Iterator[Shape]:
         """Of a small program every plan one step from the best, until none is better; not of a deep model, whose few
         equations stand for many."""
-        space, given, search = self.space, self.given, self.search
+        search, parts = self.search, self.given.microbatches
         if search.is_shallow:
             return
         eqns = sum(len(b.eqns) for b in search.program.blocks.values())
         fastest = float("inf")
         while self.fastest() < fastest:
             best, fastest = self._best(), self.fastest()
-            if best.shape.place or best.shape.pp > 1:
+            if best.shape.place:
                 return
-            for mesh in (best.shape, *space.nearby(best.shape)):
-                level = mesh.zero if mesh.zero in given.zeros else given.zeros[0]
-                for zero in given.zeros if mesh == best.shape and mesh.shards > 1 else (level,):
-                    counts = [mesh.microbatches, *(x.microbatches for x in space.other_microbatches(mesh))]
-                    counts = [n for n in counts if n in self._counts(mesh)]
-                    for count in counts if mesh == best.shape else counts[:1]:
-                        if zero == 2 and count == 1:
-                            continue  # it is level 1
-                        each = replace(mesh, zero=zero, microbatches=count)
-                        if len(search.candidates) * eqns > NEARBY:
-                            return
-                        if each not in search.candidates and search.held(each) <= self.memory:
-                            yield each
+            meshes = map(self._allowed, self.space.nearby(best.shape, parts))
+            for each in itertools.chain(self._on_its_mesh(best.shape), meshes):
+                if len(search.candidates) * eqns > NEARBY:
+                    return
+                if self._is_new(each):
+                    yield each
+
+    def _on_its_mesh(self, shape: Shape) -> Iterator[Shape]:
+        """Other levels of ZeRO and numbers of microbatches, and schedules of stages."""
+        counts = [shape, *(x for x in self.space.other_microbatches(shape) if x.microbatches in self._counts(x))]
+        for each in counts:
+            yield from (each, *self._other_levels(each))
+        yield from self._other_schedules(shape)
+
+    def _other_levels(self, shape: Shape) -> Iterator[Shape]:
+        """Of ZeRO; without microbatches a gradient is there once: level 2 is level 1."""
+        for zero in self.given.zeros if shape.shards > 1 else ():
+            if zero != shape.zero and (zero != 2 or shape.microbatches > 1):
+                yield replace(shape, zero=zero)
+
+    def _other_schedules(self, shape: Shape) -> Iterator[Shape]:
+        for schedule in self.given.schedules if shape.pp > 1 else ():
+            each = replace(shape, schedule=schedule)
+            if schedule != shape.schedule and self.space.has(each):
+                yield each
+
+    def _allowed(self, shape: Shape) -> Shape:
+        """With a level of ZeRO and a schedule that may be."""
+        zeros, schedules = self.given.zeros, self.given.schedules
+        shape = shape if shape.zero in zeros else replace(shape, zero=zeros[0])
+        shape = shape if shape.zero != 2 or shape.microbatches > 1 else replace(shape, zero=1)
+        return shape if shape.pp == 1 or shape.schedule in schedules else replace(shape, schedule=schedules[0])
+
+    def _is_new(self, shape: Shape) -> bool:
+        """Was a plan not priced, and may it fit?"""
+        return self.given.applied(shape) not in self.search.candidates and self._may_fit(shape)
+
+    def _may_fit(self, shape: Shape) -> bool:
+        return self._holds(shape) and self.search.held(shape) <= self.memory
 
     def _offloaded(self, shape: Shape) -> Iterator[Shape]:
         """With values on the host; where nothing fits, in more and more microbatches."""
@@ -362,31 +398,64 @@ class SearchOrder:
         return sorted(waiting, key=lambda c: (-c.shape.replicas, c.seconds))[:RUNNERS_UP]
 
     def _pipelines(self, shape: Shape) -> Iterator[Shape]:
-        """Stages beside a plan, few first, as long as these get faster; of the best other schedules and numbers of
-        microbatches."""
-        search = self.search
-        if self.given.stages is not None:
+        """Stages beside a plan, few first, as long as these get faster; and what is beside the best of them."""
+        search, given = self.search, self.given
+        if given.stages is not None or shape.pp > 1:
             return
-        for each in self.space.pipelines(replace(shape, compress="")):
+        seed = replace(shape, compress="", schedule=given.schedules[0])
+        for each in self.space.pipelines(seed, given.microbatches):
             fastest = float("inf")
             for staged in each:
                 bubbles = 1 + (staged.pp - 1) / (2 * staged.microbatches)  # of interleaved stages
-                if search.bound * bubbles > self.fastest() or search.held(staged) > self.memory:
+                if search.bound * bubbles > self.fastest() or not self._holds(staged):
                     continue
-                if not self._holds(staged):
-                    continue
-                yield staged
-                seconds = self._priced(staged).seconds
+                tried = yield from self._climbed(self._first_level(staged, shape.zero), self._ways)
+                seconds = min((c.seconds for c in tried), default=float("inf"))
                 if fastest < float("inf") and seconds > fastest * WORSE:
                     break
                 fastest = min(fastest, seconds)
-        pipelines = [c for c in self._fitting() if c.shape.pp > 1]
-        if not pipelines or pipelines[0].seconds > self.fastest() * MUCH_WORSE:
-            return
-        yield from self.space.other_microbatches(pipelines[0].shape)
-        best = next(c for c in self._fitting() if c.shape.pp > 1)
-        if best.bubble > GAIN * best.seconds:
-            yield from (replace(best.shape, schedule=name) for name in self.given.schedules if name != "1f1b")
+        yield from self._beside_pipeline()
+
+    def _first_level(self, staged: Shape, most: int) -> Shape:
+        """The lowest level of ZeRO, but for 0, that may fit: it sends as little as that, and holds less."""
+        levels = [zero for zero in self.given.zeros if staged.shards > 1 and 0 < zero <= max(most, 1)]
+        leveled = [replace(staged, zero=zero) for zero in levels or self.given.zeros[:1]]
+        return next((each for each in leveled if self.search.held(each) <= FULL * self.memory), leveled[-1])
+
+    @property
+    def _ways(self) -> list[Way]:
+        """In which pipelines of as many stages differ, those first that cost least to look at."""
+        ways: list[Way] = [self._other_schedules, self._other_levels]
+        return [*ways, *([self.space.other_microbatches] if self.given.microbatches is None else [])]
+
+    def _beside_pipeline(self) -> Iterator[Shape]:
+        """What is beside the best pipeline, among it other numbers of stages."""
+        best, ways = self._best_pipeline(), self._ways
+        if self.given.stages is None:
+            ways.append(functools.partial(self.space.other_stages, parts=self.given.microbatches))
+        if best is not None:
+            yield from self._climbed(best.shape, ways)
+
+    def _climbed(self, shape: Shape, ways: Sequence[Way]) -> Generator[Shape, None, list[Candidate]]:
+        """Plans that differ from one in one way after the other, each from the best of those before, until none is
+        better, or that one would not be the fastest if it were half as far above the bound."""
+        tried, before = list[Candidate](), float("inf")
+        if self._may_fit(shape):
+            yield shape
+            tried.append(self._priced(shape))
+        while tried and (best := min(tried, key=lambda c: c.seconds)).seconds < before:
+            before = best.seconds
+            for way in ways:
+                best = min(tried, key=lambda c: c.seconds)
+                if (best.seconds + self.search.bound) / 2 > self.fastest():
+                    return tried
+                for each in filter(self._may_fit, map(self._allowed, way(best.shape))):
+                    yield each
+                    tried.append(self._priced(each))
+        return tried
+
+    def _best_pipeline(self) -> Candidate | None:
+        return next((c for c in self._fitting() if c.shape.pp > 1), None)
 
     # -- sub-models on meshes of their own
 
@@ -456,24 +525,16 @@ class SearchOrder:
                 f"{pp} stages want as many microbatches or more, a step has {count}\n"
                 f"  try       microbatches: {pp} (train.accumulate={pp}), or stages: {count}"
             )
-        inside = SearchSpace(space.world // pp, space.groups, space.rows, space.length, space.experts, space.layers)
-        meshes = self.meshes() if self.given.mesh is not None else inside.meshes(self.given.axes)
-        for mesh in filter(self._holds, meshes):
+        meshes = self.meshes() if self.given.mesh is not None else space.meshes(self.given.axes, pp)
+        for mesh in filter(self._holds, (replace(mesh, pp=pp, schedule=schedule) for mesh in meshes)):
             zero = self.given.zeros[0] if len(self.given.zeros) == 1 else int(mesh.shards > 1)
-            counts = [n for n in self._counts(mesh) if n >= pp]
-            if not counts:
-                continue
-            count = min(counts, key=lambda n: abs(n - 4 * pp))
-            staged = replace(mesh, pp=pp, schedule=schedule, zero=zero, microbatches=count)
-            if self.search.held(staged) <= self.memory:
+            count = space.usual_count(mesh, self.given.microbatches)
+            staged = replace(mesh, zero=zero, microbatches=count or 0)
+            if count is not None and self._is_new(staged):
                 yield staged
         if not self.search.candidates:
             self._refuse()
-        best = self._best().shape
-        if self.given.microbatches is None:
-            yield from space.other_microbatches(best)
-        best = self._best().shape
-        yield from (replace(best, schedule=name) for name in self.given.schedules if name != best.schedule)
+        yield from self._beside_pipeline()
 
     def _refuse(self) -> None:
         given, stages = self.given, f" in {self.given.pp} stages" if self.given.pp > 1 else ""

@@ -45,7 +45,7 @@ def remarked(search: Searching, answer: Answer) -> Answer:
         return answer
     try:
         fewer = _on_fewer_devices(search, best) if answer.complete else ()
-        return replace(answer, remarks=(*_with_encoded_gradients(search, best), *fewer))
+        return replace(answer, remarks=(*answer.remarks, *_with_encoded_gradients(search, best), *fewer))
     except KeyboardInterrupt:
         return replace(answer, interrupted=True)
 

@@ -152,8 +152,8 @@ class Shape:
 @dataclass(frozen=True)
 class SearchSpace:
     """What there is to choose from: so many devices, of which each level of wires but the last joins as many as
-    `groups` says; a batch of rows, whose second dim is `length` long; so many experts in a layer and layers in a
-    list."""
+    `groups` says; a batch of rows, whose second dim is `length` long; so many experts in a layer, and layers one behind
+    the other."""
 
     world: int
     groups: tuple[int, ...]
@@ -162,15 +162,23 @@ class SearchSpace:
     experts: int = 1
     layers: int = 1
 
-    def meshes(self, named: Collection[str] = ()) -> Iterator[Shape]:
-        """Of dp, cp, tp and the axes that are named, small tp first."""
-        for tp in divisors(self.world):
-            for cp in divisors(self.world // tp):
-                for ty, fsdp, ep in self._splits(self.world // tp // cp, [a in named for a in ("ty", "fsdp", "ep")]):
-                    dp = self.world // (tp * cp * ty * fsdp * ep)
-                    shape = Shape(dp, cp, tp, ty=ty, fsdp=fsdp, ep=ep)
+    def meshes(self, named: Collection[str] = (), pp: int = 1) -> Iterator[Shape]:
+        """Of dp, cp, tp and the axes that are named, small tp first; of the ranks of one of `pp` stages."""
+        world = self.world // pp
+        for tp in divisors(world):
+            for cp in divisors(world // tp):
+                for ty, fsdp, ep in self._splits(world // tp // cp, [a in named for a in ("ty", "fsdp", "ep")]):
+                    dp = world // (tp * cp * ty * fsdp * ep)
+                    shape = Shape(dp, cp, tp, ty=ty, fsdp=fsdp, ep=ep, pp=pp, microbatches=pp)
                     if self.has(shape):
                         yield shape
+
+    def staged(self, named: Collection[str], schedules: Sequence[str]) -> Iterator[Shape]:
+        """All pipelines, few stages first."""
+        for pp in divisors(self.world)[1:]:
+            for shape, schedule in itertools.product(self.meshes(named, pp), schedules):
+                if self.has(staged := replace(shape, schedule=schedule)):
+                    yield staged
 
     def _splits(self, ranks: int, wanted: Sequence[bool]) -> Iterator[tuple[int, ...]]:
         """Sizes of axes that divide so many ranks; 1 for those that are not wanted."""
@@ -185,21 +193,26 @@ class SearchSpace:
             and shape.replicas * shape.microbatches <= self.rows
             and (shape.cp == 1 or self.length % shape.cp == 0)
             and (shape.ep == 1 or self.experts % shape.ep == 0)
-            and (shape.pp == 1 or 2 * shape.pp <= self.layers)
+            and (shape.pp == 1 or shape.pp * stages_a_rank(shape.schedule) <= self.layers)
         )
 
     def microbatches(self, shape: Shape) -> list[int]:
-        """Parts that a rank's rows can be cut into: powers of two."""
+        """Parts that a rank's rows can be cut into: powers of two, at least one for each stage."""
         rows, counts = self.rows // shape.replicas, [1]
         while rows % (2 * counts[-1]) == 0 and counts[-1] < MICROBATCHES:
             counts.append(2 * counts[-1])
-        return counts
+        return [n for n in counts if n >= shape.pp]
+
+    def usual_count(self, shape: Shape, parts: int | None = None) -> int | None:
+        """Of microbatches, about four for each stage of a pipeline; `parts`: as many as are given."""
+        counts = [n for n in self.microbatches(shape) if parts in (None, n)]
+        return min(counts, key=lambda n: abs(n - 4 * shape.pp), default=None)
 
     # -- neighbours
 
     def orders(self, shape: Shape) -> Iterator[Shape]:
         """The same axes, others of them inside a host."""
-        if {*self.groups} <= {self.world, 1}:
+        if {*self.groups} <= {self.world, 1} or not any(n % shape.mesh.world for n in self.groups):
             return
         default = shape.default_order
         for order in itertools.permutations(default):
@@ -238,42 +251,58 @@ class SearchSpace:
         if counts and shape.ep > 1 and shape.pp == shape.at_once == 1 and not (shape.place or shape.offload):
             yield replace(shape, microbatches=counts[0], at_once=2)
 
-    def nearby(self, shape: Shape) -> Iterator[Shape]:
-        """One step away: a factor of one axis in another, two axes in each other's place, on any wires; or as it is on
-        others."""
-        axes = [a for a in AXES if (a != "ep" or self.experts > 1) and (a != "fsdp" or shape.zero)]
+    def nearby(self, shape: Shape, parts: int | None = None) -> Iterator[Shape]:
+        """One step away: a factor of one axis in another, stages among them, two axes in each other's place, on any
+        wires; or as it is on others."""
+        lying = [a for a in AXES if (a != "ep" or self.experts > 1) and (a != "fsdp" or shape.zero)]
+        axes = ["pp", *lying]
         for a, b in itertools.permutations(axes, 2):
             n, m = getattr(shape, a), getattr(shape, b)
             moved = [(n // k, m * k) for k in divisors(n)[1:]]
             for n_a, n_b in (*moved, *([(m, n)] if a < b and m != n else [])):
                 sizes: dict[str, Any] = {a: n_a, b: n_b}
-                each = replace(shape, order=(), **sizes)
-                each = each if each.shards > 1 else replace(each, zero=0)
-                is_new = (each.fsdp == 1 or (each.zero and each.dp > 1)) and (each.ty == 1 or each.tp > 1)
-                if is_new and self.has(each):
+                each = self._filled(replace(shape, order=(), **sizes), shape, parts)
+                if each is not None:
                     yield from (each, *self.orders(each))
         yield from self.orders(shape)
 
-    def pipelines(self, shape: Shape) -> Iterator[list[Shape]]:
-        """For each size of tp: stages, few first, on the ranks that are left; about four microbatches for each."""
-        if shape.pp > 1 or shape.order or shape.fsdp > 1 or shape.ep > 1:
-            return
-        for tp in dict.fromkeys((shape.tp, min(shape.tp, self.groups[-1]), 1)):
+    def _filled(self, each: Shape, before: Shape, parts: int | None) -> Shape | None:
+        """A mesh made of another, with what goes with it; None where there is no such plan."""
+        if each.pp != before.pp:
+            count = self.usual_count(each, parts) if each.pp > 1 else parts or 1
+            each = replace(each, microbatches=count or 0, schedule=each.schedule if each.pp > 1 else Shape.schedule)
+        each = each if each.shards > 1 else replace(each, zero=0)
+        is_new = (each.fsdp == 1 or (each.zero and each.dp > 1)) and (each.ty == 1 or each.tp > 1)
+        return each if is_new and each.microbatches and self.has(each) else None
+
+    def pipelines(self, shape: Shape, parts: int | None = None) -> Iterator[list[Shape]]:
+        """For each size of tp: stages, few first, on the ranks that are left."""
+        for tp in dict.fromkeys((shape.tp * shape.ty, min(shape.tp, self.groups[-1]), 1)):
+            plain = replace(shape, tp=tp, ty=1, fsdp=1, ep=1, zero=0, order=(), microbatches=1)
             candidates = []
-            for pp in divisors(self.world // (tp * shape.cp)):
-                inside = replace(shape, dp=self.world // (tp * shape.cp * pp), tp=tp, ty=1, pp=pp, microbatches=1)
-                counts = [n for n in self.microbatches(inside) if n >= pp]
-                if pp > 1 and counts:
-                    count = min(counts, key=lambda n: abs(n - 4 * pp))
-                    candidate = replace(inside, microbatches=count, zero=shape.zero if inside.dp > 1 else 0)
-                    candidates += [candidate] if self.has(candidate) else []
+            for pp in divisors(self.world // (tp * shape.cp))[1:]:
+                inside = replace(plain, dp=self.world // (tp * shape.cp * pp), pp=pp)
+                count = self.usual_count(inside, parts)
+                if count is not None and self.has(staged := replace(inside, microbatches=count)):
+                    candidates.append(staged)
             yield candidates
+
+    def other_stages(self, shape: Shape, parts: int | None = None) -> Iterator[Shape]:
+        """Fewer stages and more, by the least factor, on ranks of dp or tp."""
+        for (a, b), axis in itertools.product((("pp", ""), ("", "pp")), ("dp", "tp")):
+            a, b = a or axis, b or axis
+            n, m = getattr(shape, a), getattr(shape, b)
+            for factor in divisors(n)[1:2]:
+                sizes: dict[str, Any] = {a: n // factor, b: m * factor}
+                each = self._filled(replace(shape, order=(), **sizes), shape, parts)
+                if each is not None and each.pp > 1:
+                    yield each
 
     def other_microbatches(self, shape: Shape) -> Iterator[Shape]:
         """Half as many, and twice."""
         counts = self.microbatches(shape)
         for count in (shape.microbatches // 2, 2 * shape.microbatches):
-            if count in counts and count >= shape.pp:
+            if count in counts:
                 yield replace(shape, microbatches=count)
 
 

@@ -73,6 +73,8 @@ ONE_IN = {
     "test_sixteen_bits_are_near_to_fp32_as_autocast_is": 3,
     "test_an_interrupted_run_is_the_uninterrupted_one": 2, "test_compiled_steps_are_those_of_pytorch": 4,
     "test_the_best_of_all_it_may_choose_from": 7, "test_no_plan_of_all_is_faster": 16,
+    "test_no_pipeline_of_all_is_faster": 5, "test_no_pipeline_of_all_within_a_limit_is_faster": 3,
+    "test_no_pipeline_of_a_deep_model_is_faster": 4,
     "test_no_plan_of_all_within_a_limit_is_faster": 14, "test_no_other_values_to_compute_again_are_faster": 6,
     "test_towers_are_placed_where_that_is_faster": 3,
     "test_what_is_given_holds_in_every_plan": 3, "test_in_parts_it_equals_the_whole": 2,

@@ -3,6 +3,7 @@ files it writes, which `mycel train` takes; Ctrl-C; the same again in another pr
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -13,14 +14,17 @@ from pathlib import Path
 
 import pytest
 import test_train_ranks
+import torch
 import training
 import yaml
 from test_train_ranks import losses, tiny
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
+from mycel import train_step
 from mycel.cli import app
 from mycel.plan import Plan
+from mycel.train.planner import cluster_of, question_of
 
 disk, worlds = training.disk, test_train_ranks.worlds  # fixtures
 
@@ -313,3 +317,35 @@ def test_a_plan_is_a_file_that_training_takes_and_people_edit(here, disk, worlds
         assert re.search(r"predicted +[\d.]+ (µs|ms|s) a step", before)
         assert re.search(r"a step +[\d.]+ (µs|ms|s) measured, [\d.]+ (µs|ms|s) predicted \([+-][\d,]+%\)", after)
         assert re.search(r"memory [\d.]+ \w+.* at the peak.*, [\d.]+ \w+ predicted", " ".join(after.split()))
+
+
+MASKED = """
+import torch
+import transformers as hf
+
+
+def make():
+    quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "vocab_size": 100}
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    ids = torch.zeros(4, 32, dtype=torch.int64)
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    return hf.BertForMaskedLM(hf.BertConfig(**sizes, **quiet)), batch
+"""
+
+
+def test_a_mask_without_data_is_that_of_texts_without_padding(here):
+    """The program is the one that full batches take, and the table says what it takes for granted."""
+    (here / "masked_to_plan.py").write_text(MASKED)
+    asked = question_of("masked_to_plan:make", cluster_of("one.yaml"))
+    model, batch = importlib.import_module("masked_to_plan").make()
+
+    def program(**batch: torch.Tensor) -> str:
+        step = train_step(model, torch.optim.AdamW(model.parameters()), compile=True)
+        step.planned_for = asked.cluster.hardware
+        return str(step.unsharded(**batch).program)
+
+    assert str(asked.program) == program(**batch)
+    assert str(asked.program) != program(**{**batch, "attention_mask": torch.tril(torch.ones(4, 32)).long()})
+    said = mycel("plan", "masked_to_plan:make", "--cluster", "one.yaml").stdout
+    assert "attention_mask is taken to be all ones" in " ".join(said.split())
+    assert "taken to be" not in mycel("plan", "net_to_plan:make", "--cluster", "one.yaml").stdout

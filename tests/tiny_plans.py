@@ -22,6 +22,8 @@ from mycel.search_space import Shape
 from mycel.train.planner import search
 
 MOST = 48  # plans that are priced
+MOST_STAGED = 72  # the same, pipelines among them
+STAGES_A_RANK = {"1f1b": 1, "interleaved": 2, "zbv": 2}
 WORLDS = ((2, 1), (3, 1), (4, 1), (6, 1), (8, 1), (1, 2), (2, 2), (3, 2), (2, 3))  # devices, hosts
 
 
@@ -80,12 +82,31 @@ def tiny_step(rng: random.Random) -> tuple[TinyStep, list[Shape]]:
             return step, shapes
 
 
-def _any_step(rng: random.Random, devices: int, hosts: int) -> TinyStep:
+def staged_step(rng: random.Random) -> tuple[TinyStep, list[Shape]]:
+    """A model of two to four layers with all its plans, some of them pipelines, where these are few."""
+    devices, hosts = rng.choice(WORLDS)
+    while True:
+        step = _any_step(rng, devices, hosts, (2, 3, 4))
+        staged = list(every_pipeline(step))
+        shapes = [*every_shape(step), *staged]
+        if staged and len(shapes) <= MOST_STAGED:
+            return step, shapes
+
+
+def deep_step(rng: random.Random) -> TinyStep:
+    """Of so many layers that a few of them stand for all, on two to four devices behind wires that are waited for."""
+    while True:
+        step = _any_step(rng, *rng.choice(WORLDS[:3] + WORLDS[5:7]), (8, 10, 12))
+        if list(every_pipeline(step)):
+            return step
+
+
+def _any_step(rng: random.Random, devices: int, hosts: int, layers: tuple[int, ...] = (1, 2)) -> TinyStep:
     words = rng.choice([0, 0, 96])
     width = rng.choice([32, 64, 128])
     with torch.device("meta"):
         inner = rng.choice([1, 2, 4]) * width
-        model = Tiny(rng.choice([1, 2]), width, inner, rng.random() < 0.3, words, rng.choice([1, 3]))
+        model = Tiny(rng.choice(layers), width, inner, rng.random() < 0.3, words, rng.choice([1, 3]))
         rows = rng.choice([4, 8, 12, 48, 256, 1024])
         x = torch.empty(rows, 8, dtype=torch.int64) if words else torch.empty(rows, *rng.choice([(), (1,)]), width)
     speed = 10 ** rng.uniform(8, 11)
@@ -99,14 +120,29 @@ def _any_step(rng: random.Random, devices: int, hosts: int) -> TinyStep:
 
 def every_shape(step: TinyStep) -> Iterator[Shape]:
     """All sizes of axes on all wires, all levels of ZeRO, all numbers of microbatches."""
-    world, hosts = step.cluster.world, step.cluster.hosts
+    yield from _without_stages(step, step.cluster.world)
+
+
+def every_pipeline(step: TinyStep) -> Iterator[Shape]:
+    """The same of the ranks of one stage, with as many stages as there are layers or less, in all orders of steps."""
+    world = step.cluster.world
+    for pp, (schedule, stages) in itertools.product(range(2, world + 1), STAGES_A_RANK.items()):
+        if world % pp == 0 and pp * stages <= len(step.model.layers):
+            for shape in _without_stages(step, world // pp):
+                if shape.microbatches >= pp:
+                    yield replace(shape, pp=pp, schedule=schedule)
+
+
+def _without_stages(step: TinyStep, world: int) -> Iterator[Shape]:
+    hosts = step.cluster.hosts
     rows, length = step.batch["x"].shape[:2]
     sizes = [n for n in range(1, world + 1) if world % n == 0]
     for dp, fsdp, cp, ty, tp in itertools.product(sizes, repeat=5):
         if dp * fsdp * cp * ty * tp != world or length % cp or rows < dp * fsdp or (ty > 1 and tp == 1):
             continue
         plain = Shape(dp=dp, fsdp=fsdp, cp=cp, ty=ty, tp=tp)
-        orders = itertools.permutations(plain.default_order) if hosts > 1 and step.cluster.devices > 1 else [()]
+        are_apart = hosts > 1 and step.cluster.devices > 1 and step.cluster.devices % world
+        orders = itertools.permutations(plain.default_order) if are_apart else [()]
         for order in orders:
             laid = replace(plain, order=() if order == plain.default_order else order)
             for zero in (0, 1, 2, 3) if plain.shards > 1 else (0,):

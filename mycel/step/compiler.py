@@ -207,11 +207,14 @@ class StepCompiler:
 
     def unsharded(self, *args: Any, **kwargs: Any) -> UnshardedStep:
         """The step as one program on one device, for such a batch: what there is to plan.  Manual regions are those of
-        the mesh."""
+        the mesh.  Of a model without data a batch may have some: what it decides is decided by it."""
         was, self.for_ranks = self.for_ranks, True
+        data = args, kwargs
+        if self.device.type == "meta":
+            args, kwargs = without_host_data(args, kwargs, self.device)
         try:
             with meshed(self.written.inside.replica.mesh if self.written is not None else None):
-                body = self._gradients(args, kwargs, (args, kwargs))
+                body = self._gradients(args, kwargs, data)
                 return self._whole(body, self._given().replica)
         finally:
             self.for_ranks = was

@@ -91,14 +91,16 @@ def question_of(name: str, cluster: Cluster, say: Say = lambda text: None, setti
             "  try       (model, batch) or (model, optimizer, batch), the batch by name: {'input_ids': …}"
         )
     written, memory = config.train.model_fields_set, config.train.memory
+    batch, full_masks = with_full_masks(returned[2])
     return search(
         returned[0],
         returned[1],
-        dict(returned[2]),
+        batch,
         cluster,
         _given(config),
         say,
         parse_bytes(memory) if memory else None,
+        full_masks,
         **{key: getattr(config.train, key) for key in ("precision", "clip_norm") if key in written},
     )
 
@@ -113,6 +115,20 @@ def _settings_of_step(name: str, settings: Sequence[str]) -> Config:
                 f"batch are\n  try       {', '.join(STEP_SETTINGS)}"
             )
     return load(None, settings, PlannedConfig)
+
+
+def with_full_masks(batch: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """A batch whose masks have no data, with masks of nothing but ones, as of texts without padding; and their
+    names."""
+    names = [name for name, x in batch.items() if _is_mask_without_data(name, x)]
+    ones = {name: torch.ones((), dtype=batch[name].dtype, device="cpu").expand(batch[name].shape) for name in names}
+    return {**batch, **ones}, names
+
+
+def _is_mask_without_data(name: str, x: Any) -> bool:
+    if not isinstance(x, torch.Tensor) or x.device.type != "meta" or "mask" not in name:
+        return False
+    return x.ndim > 1 and not x.is_floating_point() and not x.is_complex()
 
 
 def _made(name: str, make: Callable[[], Any]) -> Any:
@@ -136,9 +152,10 @@ def search(
     given: Mapping[str, Any] | None = None,
     say: Say = lambda text: None,
     memory: int | None = None,
+    full_masks: Sequence[str] = (),
     **settings: Any,
 ) -> Search:
-    """Plans for a training step; tensors need no data."""
+    """Plans for a training step; tensors need no data.  `full_masks`: of the batch, which are taken to be full."""
 
     if settings.get("precision") == "fp8" and cluster.memory is not None and cluster.hardware.quarter is None:
         raise PlanError(
@@ -161,9 +178,10 @@ def search(
             name: x[:rows] if isinstance(x, torch.Tensor) and x.ndim and x.shape[0] == whole else x
             for name, x in batch.items()
         }
-        return search(model, optimizer, cut, cluster, given, memory=memory, **settings)
+        return search(model, optimizer, cut, cluster, given, memory=memory, full_masks=full_masks, **settings)
 
-    return Search(model, optimizer, make, cluster, memory, given, cluster.memory is not None, say, smaller)
+    compiled = cluster.memory is not None
+    return Search(model, optimizer, make, cluster, memory, given, compiled, say, smaller, full_masks)
 
 
 def this_machine() -> Cluster:
