@@ -17,6 +17,7 @@ import torch
 from mycel.capture.facts import same_values
 from mycel.capture.function_context import Context
 from mycel.capture.locations import Container, Location, TupleItem, with_items
+from mycel.capture.operand_views import OperandViews
 from mycel.capture.plain import CountedOperators, states_kept, suspended, unheard
 from mycel.capture.record import Traced
 from mycel.capture.sampling import counts, extremes, others, sample
@@ -98,6 +99,7 @@ class Trial:
             if id(x) not in at:
                 at[id(x)] = len(self.operands)
                 self.operands.append(x)
+        self.views = OperandViews(tracer, self.operands)
         self.leaves = [at[id(x)] for x in leaves]
         everywhere = [
             (at[id(x)], place)
@@ -107,7 +109,7 @@ class Trial:
         ]
         self.places = [(i, p) for i, p in everywhere if not isinstance(p.container, tuple)]
         self.tuples: dict[int, tuple[Location, Any, dict[int, int]]] = {}  # where a tuple is, and what of it
-        self.laid: set[int] = set()  # the tuples that stand there during a call
+        self.tuples_laid: set[int] = set()  # the tuples that stand there during a call
         for i, p in everywhere:
             if isinstance(p.container, tuple):
                 if p.inside is None or isinstance(p.inside.place.container, tuple):
@@ -151,6 +153,10 @@ class Trial:
             if other is not None:
                 self._compare(*other)
         self.differentiable = [i for i in self.differentiable if i in self.reached or self._may_be_used(i)]
+        del self.operands[self.views.needed :]
+        self.differentiable, self.asking = (
+            [i for i in some if i < len(self.operands)] for some in (self.differentiable, self.asking)
+        )
 
     def _may_be_used(self, i: int) -> bool:
         """Is an operand a parameter that other values, items of iterators or random numbers may choose?  Where they do
@@ -173,6 +179,12 @@ class Trial:
 
     def _try(self, values: Sequence[torch.Tensor], watched: Any = None) -> Any:
         """What one run of the call did, under a mode that watches it; None where it failed."""
+        while (did := self._run(values, watched)) is _AGAIN:
+            pass
+        return did
+
+    def _run(self, values: Sequence[torch.Tensor], watched: Any) -> Any:
+        """The same; `_AGAIN` where it wrote an operand that shares memory with others: these are its views now."""
         olds = [contents(box.slots) for box in self.boxes]
         states = self._states()
         with suspended(), torch.set_grad_enabled(self.grad), states_kept() as drawn:
@@ -183,6 +195,7 @@ class Trial:
             ]
             before = [x.detach().clone() for x in given]
             try:
+                given = self.views.laid(given)
                 with self.placed(given, silent=True):
                     try:
                         with watched or contextlib.nullcontext():
@@ -192,6 +205,9 @@ class Trial:
                     out_leaves: list[torch.Tensor] = []
                     out = flatten(result, out_leaves, objects=True)
                     written, kept, changes = self._changes(given, before)
+                    known, written = self.views.written, self.views.note(written)
+                    if self.views.written != known:
+                        return _AGAIN
                     kept_trees = []
                     for place in kept:
                         kept_trees.append((place, flatten(place.read(), out_leaves, objects=True)))
@@ -245,6 +261,8 @@ class Trial:
                 if i is not None:
                     if new is given[i]:
                         continue
+                    if i in self.views:
+                        raise NoIslandError(f"{call_name(self.fn, '')} gives {box.name}.{key} other memory")
                     if i in self.numbers and is_static(new):
                         written |= {i} if new != given[i].item() else set()
                         continue
@@ -252,7 +270,7 @@ class Trial:
                         written.add(i)
                         continue
                     old = given[i]
-                if new is old or id(new) in self.laid or (is_static(new) and is_static(old) and new == old):
+                if new is old or id(new) in self.tuples_laid or (is_static(new) and is_static(old) and new == old):
                     continue
                 place = Location(f"{box.name}.{key}", box.kind, box.slots, key, box.inside)
                 if is_unfollowed(new):  # made by the code itself
@@ -303,10 +321,15 @@ class Trial:
         def ways(trial: Trial) -> Any:
             at = [(i, id(p.container), p.key) for i, p in trial.places]
             kept = [(id(p.container), p.key, tree) for p, tree in trial.kept]
-            return trial.fn, trial.arguments, trial.leaves, at, kept, trial.out, trial.changes_python
+            given = trial.fn, trial.arguments, trial.leaves, at, trial.views.ways_shown
+            return given, kept, trial.out, trial.changes_python
 
         has_state = bool(self.unfollowed) or self.changes_python  # before each run: that of one would be the other's
         return not has_state and bool(ways(self) == ways(other))
+
+    def laid(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those that share memory with one that is written, as views of it."""
+        return self.views.laid(operands)
 
     def __call__(self, operands: Sequence[torch.Tensor], again: bool) -> list[torch.Tensor]:
         if is_rehearsal():
@@ -418,20 +441,20 @@ class Trial:
                 said.enter_context(unheard())
             for place in stands_in:
                 place.write(untouched(place.read()))
-            self.laid |= {id(place.whole()) for place in stands_in if isinstance(place, TupleItem)}
+            self.tuples_laid |= {id(place.whole()) for place in stands_in if isinstance(place, TupleItem)}
             for place, real in files if silent else ():
-                self.laid.add(id(sinks[id(real)]))
+                self.tuples_laid.add(id(sinks[id(real)]))
                 place.write(sinks[id(real)])
             for i, place in self.places:
                 _write(place, self._as_python(i, operands[i]))
             for place, old, items in self.tuples.values():
                 laid = with_items(old, [operands[items[k]] if k in items else x for k, x in enumerate(place.read())])
-                self.laid.add(id(laid))
+                self.tuples_laid.add(id(laid))
                 _write(place, laid)
             yield
         finally:
             said.close()
-            self.laid.clear()
+            self.tuples_laid.clear()
             for place, old in zip(held, before, strict=True):
                 _write(place, old)
 
@@ -444,6 +467,7 @@ def _is_of_class(place: Location) -> bool:
 
 
 _GONE = object()
+_AGAIN = object()
 
 
 def _read(place: Location) -> Any:
