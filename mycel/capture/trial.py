@@ -216,7 +216,9 @@ class Trial:
                     if any(not _is_dense(x) for x in out_leaves):
                         raise NoIslandError(f"{call_name(self.fn, '')} returns a tensor that is not dense")
                     news = [self._new_value(i, given) for i in sorted(written)]
+                    behind = [contents(box.slots) for box in self.boxes]
                     self._reach([*out_leaves, *news], leaves)
+                    later = self._changed_since(behind)
                     if any(type_of(x) != type_of(before[i]) for i, x in zip(sorted(written), news, strict=True)):
                         raise NoIslandError("it changes the shape of an argument", final=True)
                     types_ = [type_of(x) for x in (*out_leaves, *news)]
@@ -229,7 +231,7 @@ class Trial:
                     put_back(box.slots, old)
                 for state in states:
                     state()
-        self._forget([*changes, *((place.container, place.key) for place in kept)])
+        self._forget([*changes, *later, *((place.container, place.key) for place in kept)])
         return frozenset(written), kept_trees, out, types_, drawn(), bool(changes)
 
     def _reach(self, outs: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> None:
@@ -240,6 +242,15 @@ class Trial:
             gs = [torch.zeros_like(y) for y in ys]
             grads = torch.autograd.grad(ys, [operands[i] for i in asked], gs, allow_unused=True)
             self.reached |= {i for i, g in zip(asked, grads, strict=True) if g is not None}
+
+    def _changed_since(self, held: Sequence[dict[Any, Any]]) -> list[tuple[Any, Any]]:
+        """Slots with other plain values: what backward changes."""
+        return [
+            (box.slots, key)
+            for box, old in zip(self.boxes, held, strict=True)
+            for key, value in contents(box.slots).items()
+            if value is not old.get(key) and is_static(value)
+        ]
 
     def _changes(
         self, given: Sequence[torch.Tensor], before: Sequence[torch.Tensor]
