@@ -124,13 +124,14 @@ def capture(
         counters = frozenset(slot for slot, n in CHANGES.items() if n > 1) if not TRACING else frozenset()
         lifts = not TRACING
         joins = False
+        live: frozenset[Slot] = frozenset()
         while True:
             before = opened()
             try:
                 given = data or (args, kwargs)
                 once = functools.partial(
                     _capture, fn, args, kwargs, apart, known or {}, differentiated, given, islands, selects,
-                    counters=counters if lifts else None, followed=followed, joins=joins, strict=strict,
+                    counters=counters if lifts else None, followed=followed, joins=joins, live=live, strict=strict,
                     by_arguments=by_arguments,
                 )  # fmt: skip
                 return _settled(_as_experts(once, changing)) if not TRACING else once(changing=changing)
@@ -139,8 +140,12 @@ def capture(
                 if e.shared and not joins:  # once more with what shares memory as views
                     joins = True
                     continue
-                if e.counters:  # once more with these as numbers of the program
-                    counters |= e.counters
+                if e.live and not TRACING:  # once more with these left to Python
+                    live |= e.live
+                    counters -= live
+                    continue
+                if e.counters and not TRACING:  # once more with these as numbers of the program
+                    counters |= e.counters - live
                     continue
                 if e.looked_at and follows:  # not so, then
                     follows, followed = False, frozenset()
@@ -251,6 +256,7 @@ def _capture(
     counters: frozenset[Slot] | None,
     followed: frozenset[int],
     joins: bool,
+    live: frozenset[Slot],
     strict: bool,
     by_arguments: bool,
 ) -> Captured:
@@ -261,7 +267,7 @@ def _capture(
     device = device_of(leaves, places)
     tracer = Tracer(device, places)
     tracer.islands, tracer.plain_selects, tracer.changing, tracer.is_strict = islands, selects, changing, strict
-    tracer.joins = joins
+    tracer.joins, tracer.live_slots = joins, live
     paths = argument_paths(fn, tree)
     traced, given = trace_arguments(tracer, tree, paths, leaves, apart)
     objects = ArgumentObjects(fn, tree, traced)
@@ -270,6 +276,7 @@ def _capture(
     tracer.sources.update(zip(given, held, strict=True))
     draws = drawn_state()
     counted = lift_counters(tracer, places, counters or frozenset())
+    tracer.counted_slots = counted.keys()
     kept_lists = KeptLists(places, followed)
     untouched = UntouchedObjects(places.unfollowed)
     try:

@@ -14,6 +14,7 @@ import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -120,6 +121,8 @@ class Record(Builder):
         self.joins = False  # is what shares memory with another tensor of outside a view of that one?
         self.joined: dict[int, tuple[torch.Tensor, Cell]] = {}  # these, in the place of inputs
         self.inside: list[Inside] = []  # … and where they lie
+        self.counted_slots: AbstractSet[Any] = frozenset()  # of numbers of the program (`counters.py`)
+        self.live_slots: frozenset[Any] = frozenset()  # … that are Python's alone, since backward changes them
         self.writes_shared = False  # does the code write one that is not joined?
         self.consts: dict[str, torch.Tensor] = {}
         self.regions = [ModuleCall("main", "", 0)]

@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from mycel.capture.counters import Slot, slot_of
 from mycel.capture.facts import same_values
 from mycel.capture.function_context import Context
 from mycel.capture.locations import Container, Location, TupleItem, with_items
@@ -124,6 +126,9 @@ class Trial:
         self.kept: list[tuple[Location, Tree]] = []  # slots that hold new tensors after the call
         self.kept_before: list[Any] = []  # what was in these
         self.changes_python = self.draws = False
+        self.ran: set[types.CodeType] = set()  # what the call runs
+        self.changed: dict[Slot, tuple[str, Any, Any, Any]] = {}  # plain values: the box's name, key, before, after
+        self.changed_later: set[Slot] = set()  # … that backward changes
         self.out = Tree("static")
         self.types: list[Type] = []
 
@@ -198,7 +203,7 @@ class Trial:
                 given = self.views.laid(given)
                 with self.placed(given, silent=True):
                     try:
-                        with watched or contextlib.nullcontext():
+                        with watched or contextlib.nullcontext(), _noting(self.ran):
                             result = self._called(given)
                     except Exception:
                         return None
@@ -219,6 +224,7 @@ class Trial:
                     behind = [contents(box.slots) for box in self.boxes]
                     self._reach([*out_leaves, *news], leaves)
                     later = self._changed_since(behind)
+                    self._note_changes(olds, later)
                     if any(type_of(x) != type_of(before[i]) for i, x in zip(sorted(written), news, strict=True)):
                         raise NoIslandError("it changes the shape of an argument", final=True)
                     types_ = [type_of(x) for x in (*out_leaves, *news)]
@@ -231,7 +237,9 @@ class Trial:
                     put_back(box.slots, old)
                 for state in states:
                     state()
-        self._forget([*changes, *later, *((place.container, place.key) for place in kept)])
+        self._forget(
+            [*changes, *((box.slots, key) for box, key in later), *((place.container, place.key) for place in kept)]
+        )
         return frozenset(written), kept_trees, out, types_, drawn(), bool(changes)
 
     def _reach(self, outs: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> None:
@@ -243,10 +251,19 @@ class Trial:
             grads = torch.autograd.grad(ys, [operands[i] for i in asked], gs, allow_unused=True)
             self.reached |= {i for i, g in zip(asked, grads, strict=True) if g is not None}
 
-    def _changed_since(self, held: Sequence[dict[Any, Any]]) -> list[tuple[Any, Any]]:
+    def _note_changes(self, held: Sequence[dict[Any, Any]], later: Sequence[tuple[Container, Any]]) -> None:
+        """Remember which plain values are others now, and which of them backward changes."""
+        self.changed_later |= {slot_of(box, key) for box, key in later}
+        for box, old in zip(self.boxes, held, strict=True):
+            now = contents(box.slots)
+            for key, value in now.items():
+                if value is not old.get(key) and is_static(value) and type(old.get(key)) is not Traced:
+                    self.changed[slot_of(box, key)] = box.name, key, old.get(key), value
+
+    def _changed_since(self, held: Sequence[dict[Any, Any]]) -> list[tuple[Container, Any]]:
         """Slots with other plain values: what backward changes."""
         return [
-            (box.slots, key)
+            (box, key)
             for box, old in zip(self.boxes, held, strict=True)
             for key, value in contents(box.slots).items()
             if value is not old.get(key) and is_static(value)
@@ -468,6 +485,17 @@ class Trial:
             self.tuples_laid.clear()
             for place, old in zip(held, before, strict=True):
                 _write(place, old)
+
+
+@contextlib.contextmanager
+def _noting(ran: set[types.CodeType]) -> Iterator[None]:
+    """Which Python runs in here."""
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: ran.add(frame.f_code) if event == "call" else None)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
 
 
 def _is_of_class(place: Location) -> bool:
