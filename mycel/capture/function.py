@@ -140,11 +140,11 @@ def capture(
                 if e.shared and not joins:  # once more with what shares memory as views
                     joins = True
                     continue
-                if e.live and not TRACING:  # once more with these left to Python
+                if e.live - live and lifts:  # once more with these left to Python
                     live |= e.live
                     counters -= live
                     continue
-                if e.counters and not TRACING:  # once more with these as numbers of the program
+                if e.counters - counters - live and lifts:  # once more with these as numbers of the program
                     counters |= e.counters - live
                     continue
                 if e.looked_at and follows:  # not so, then
