@@ -117,9 +117,9 @@ class Record(Builder):
         self.device, self.places = device, places
         self.lifted: dict[int, tuple[torch.Tensor, Cell]] = {}
         self.state: list[tuple[Var, list[Location]]] = []
-        self.shared = SharedMemory(found[0].read() for found in places.tensors.values())
+        self.shared = SharedMemory(locations[0].read() for locations in places.tensors.values())
         self.joins = False  # is what shares memory with another tensor of outside a view of that one?
-        self.joined: dict[int, tuple[torch.Tensor, Cell]] = {}  # these, in the place of inputs
+        self.joined_cells: dict[int, tuple[torch.Tensor, Cell]] = {}  # these, in the place of inputs
         self.inside: list[Inside] = []  # … and where they lie
         self.counted_slots: AbstractSet[Any] = frozenset()  # of numbers of the program (`counters.py`)
         self.live_slots: frozenset[Any] = frozenset()  # … that are Python's alone, since backward changes them
@@ -319,9 +319,9 @@ class Record(Builder):
             raise refuse(
                 "a tensor of another capture was used", "do not keep tensors across calls of captured functions"
             )
-        entry = self.lifted.get(id(tensor)) or self.joined.get(id(tensor))
+        entry = self.lifted.get(id(tensor)) or self.joined_cells.get(id(tensor))
         if entry is None and (whole := self._whole_of(tensor)) is not None:
-            entry = self.joined[id(tensor)] = (tensor, part_of(self.cell(whole), whole, tensor))
+            entry = self.joined_cells[id(tensor)] = (tensor, part_of(self.cell(whole), whole, tensor))
             part, whole_at = self.places.find(tensor)[0], self.places.find(whole)[0]
             self.inside.append(Inside(part, whole_at, lies_in(tensor, whole)))
         elif entry is None:

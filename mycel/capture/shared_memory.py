@@ -48,13 +48,13 @@ class SharedMemory:
     def others(self, x: torch.Tensor) -> list[torch.Tensor]:
         """All tensors that hold elements of x, or of those that do, but x."""
         held = self._held.get(x.untyped_storage()._cdata, []) if self._held and _has_memory(x) else []
-        found, ends = {id(x)}, [x]
+        seen, ends = {id(x)}, [x]
         while ends:
             end = ends.pop()
-            near = [y for y in held if id(y) not in found and overlap(end, y)]
-            found.update(map(id, near))
+            near = [y for y in held if id(y) not in seen and overlap(end, y)]
+            seen.update(map(id, near))
             ends += near
-        return [y for y in held if id(y) in found and y is not x]
+        return [y for y in held if id(y) in seen and y is not x]
 
     def whole(self, x: torch.Tensor) -> torch.Tensor | None:
         """The tensor in whose memory x and all that share memory with it lie, a parameter if there is one; None: no
@@ -110,9 +110,9 @@ def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     length = (max(last, high) + 1 - start) // size
     if (is_dense(x) and is_dense(y)) or x.element_size() != y.element_size() or length > LARGEST:
         return True
-    taken = torch.zeros(length, dtype=torch.bool)
-    taken.as_strided(x.shape, x.stride(), (first - start) // size).fill_(True)
-    return bool(taken.as_strided(y.shape, y.stride(), (low - start) // size).any())
+    is_held = torch.zeros(length, dtype=torch.bool)
+    is_held.as_strided(x.shape, x.stride(), (first - start) // size).fill_(True)
+    return bool(is_held.as_strided(y.shape, y.stride(), (low - start) // size).any())
 
 
 def _reach(x: torch.Tensor) -> tuple[int, int]:
