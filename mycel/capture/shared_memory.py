@@ -72,7 +72,7 @@ def part_of(cell: Cell, whole: torch.Tensor, part: torch.Tensor) -> Cell:
     """The cell of what lies inside of another tensor, as a view of its cell: how it is read, first wherever that is."""
     source = Var("whole", cell.var.type)
     with Builder() as builder:
-        order = sorted(range(whole.ndim), key=lambda d: (-whole.stride(d), d))
+        order = sorted(range(whole.ndim), key=lambda d: (-int(whole.stride()[d]), d))
         value: Var = o.stop_gradient(source)
         value = o.permute(value, dims=tuple(order)) if order != [*range(whole.ndim)] else value
         value = o.reshape(value, shape=(whole.numel(),)) if whole.ndim != 1 else value
@@ -117,8 +117,8 @@ def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 def _reach(x: torch.Tensor) -> tuple[int, int]:
     """The places of its first and its last element in the storage."""
-    first = x.storage_offset()
-    return first, first + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    first = int(x.storage_offset())
+    return first, first + sum((int(n) - 1) * int(s) for n, s in zip(x.shape, x.stride(), strict=True))
 
 
 def _bytes(x: torch.Tensor) -> tuple[int, int]:

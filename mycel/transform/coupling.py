@@ -106,12 +106,12 @@ class _Walk:
         self, part: Sequence[Eqn], whole: Sequence[Eqn], known: dict[Var, _Known], same: dict[Var, Atom]
     ) -> None:
         """What equations make of what is known of the whole batch's values; `same`: these in the part's program."""
-        pairs = _side_by_side(part, whole, same)
-        if pairs is None:
+        side_by_side = _side_by_side(part, whole, same)
+        if side_by_side is None:
             known.update((v, _Known()) for e in whole for v in e.outputs)
             self.are_alike = False
             return
-        for eqn, large in pairs:
+        for eqn, large in side_by_side:
             given = [_known(x, known) for x in large.inputs]
             if eqn.op is call:
                 inner = [p.blocks[e.params["block"]] for p, e in ((self.part, eqn), (self.whole, large))]
@@ -240,7 +240,8 @@ class _Walk:
 def _side_by_side(part: Sequence[Eqn], whole: Sequence[Eqn], same: dict[Var, Atom]) -> list[tuple[Eqn, Eqn]] | None:
     """The equations of a part and those of the whole batch, in pairs; None where they are others.  What gives every row
     of a batch one value (`token.expand(len(x), -1, -1)`) is nothing to do in a part of one row."""
-    pairs, rest = [], list(reversed(part))
+    pairs: list[tuple[Eqn, Eqn]] = []
+    rest = list(reversed(part))
     for large in whole:
         given = same.get(large.inputs[0]) if large.inputs and isinstance(large.inputs[0], Var) else None
         if large.op in ONCE_A_ROW and isinstance(given, Var) and not (rest and _is_this(rest[-1], large, given)):
