@@ -39,6 +39,7 @@ from programs import (  # noqa: F401  they enter
     habits,
     hand_layers,
     inner_gradients,
+    kept_state,
     learning,
     made_weights,
     networks,

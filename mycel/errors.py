@@ -61,14 +61,17 @@ class TextError(MycelError):
 class CaptureError(MycelError):
     """User code that cannot be captured: what, the user's file, line and source text, and what to try.  `final`: nor
     can a call around it stay Python.  `chosen_at`: the line that chose rows by a mask, where that was tried without a
-    shape that depends on values (`capture/rows.py`).  `changes_at`: the line that asked for the value of what the code
-    itself changes, which no program can be made for.  `counters`: slots of numbers that the code changes at every call
-    (`capture/counters.py`).  `grows`: a list has more items after each turn of a loop.  `added_to`: lists outside
-    of the code that it adds to at every call, by id (`capture/kept_lists.py`); `looked_at`: one of these is read."""
+    shape that depends on values (`capture/rows.py`).  `shared`: the code writes a tensor of outside that shares memory
+    with another (`capture/shared_memory.py`).  `changes_at`: the line that asked for the value of what the code itself
+    changes, which no program can be made for.  `counters`: slots of numbers that the code changes at every call
+    (`capture/counters.py`); `live`: of those what backward changes.  `grows`: a list has more items after each turn of
+    a loop.  `added_to`: lists outside of the code that it adds to at every call, by id (`capture/kept_lists.py`);
+    `looked_at`: one of these is read."""
 
-    final = grows = looked_at = False
+    final = grows = looked_at = shared = False
     chosen_at = changes_at = ""
     counters: frozenset[tuple[int, object]] = frozenset()
+    live: frozenset[tuple[int, object]] = frozenset()
     added_to: frozenset[int] = frozenset()
 
     def __init__(self, what: str, *, file: str = "", line: int = 0, text: str = "", hint: str = "") -> None:

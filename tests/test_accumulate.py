@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mycel
-from mycel.ir import Mesh
+from mycel.ir import Mesh, scan, walk
 from mycel.launch import launch
 from mycel.plan import Plan
 from mycel.run import interpret
@@ -251,6 +251,49 @@ def test_a_loop_over_rows_is_the_loss_of_the_whole_batch(loss, at_once):
         warnings.simplefilter("always")
         torch.testing.assert_close(step(*batch), wanted.detach())
     assert sum("the batch is computed at once" in str(w.message) for w in said) == at_once == len(said)
+    moved = {name: p - model.get_parameter(name) for name, p in twin.named_parameters()}
+    torch.testing.assert_close(moved, {name: p.grad for name, p in twin.named_parameters()})
+
+
+class Tokens(nn.Module):
+    """A token that all rows get, in front of others."""
+
+    def __init__(self, rows):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows, self.token, self.places = rows, nn.Parameter(torch.randn(1, 1, 6)), nn.Parameter(torch.randn(4, 6))
+        self.mixed, self.norm, self.head = nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 3)
+
+    def forward(self, x, y):
+        h = torch.cat([self.rows(self.token, x), x], 1) + self.places
+        h = h + torch.softmax(self.mixed(h) @ h.mT, -1) @ h
+        return F.cross_entropy(self.head(self.norm(h)[:, 0]), y)
+
+
+ROWS = {
+    "expand": lambda token, x: token.expand(len(x), -1, -1),
+    "expand_as": lambda token, x: token.expand_as(x[:, :1]),
+    "repeat": lambda token, x: token.repeat(len(x), 1, 1),
+    "repeat_interleave": lambda token, x: token.repeat_interleave(len(x), 0),
+    "broadcast_to": lambda token, x: torch.broadcast_to(token, (x.shape[0], 1, 6)),
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("rows", ROWS)
+def test_parts_of_one_row_are_the_same_program(rows, monkeypatch):
+    """Where a batch gets a value for each row, a part of one row has it: nothing has to be tried, with data or
+    without."""
+    monkeypatch.setattr("mycel.step.gradients.shares_add_up", lambda *_: pytest.fail("the shares were tried"))
+    model = Tokens(ROWS[rows]).double()
+    twin = copy.deepcopy(model)
+    batch = {"x": torch.randn(4, 3, 6, dtype=torch.float64), "y": torch.randint(0, 3, (4,))}
+    program = OneDevice.of(copy.deepcopy(model), {k: v.to("meta") for k, v in batch.items()}, accumulate=4).unsharded
+    assert any(eqn.op is scan for _, eqn in walk(program.program))
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), 1.0), accumulate=4, compile=False)
+    wanted = twin(**batch)
+    wanted.backward()
+    torch.testing.assert_close(step(**batch), wanted.detach())
     moved = {name: p - model.get_parameter(name) for name, p in twin.named_parameters()}
     torch.testing.assert_close(moved, {name: p.grad for name, p in twin.named_parameters()})
 

@@ -4,6 +4,7 @@ Each `forward` is compared with torch over several calls and training steps: los
 
 import copy
 import math
+import warnings
 
 import pytest
 import torch
@@ -212,18 +213,95 @@ def test_what_counts_is_captured_twice_at_most(forward):
     assert (model.count, model.mean) == pytest.approx((twin.count, twin.mean))
 
 
-def test_parts_of_a_batch_are_calls():
-    model, x = Net(warm_up).double(), X[:4]
+def teacher(m, x):
+    """A moving average of weights, changed before it is used."""
+    with torch.no_grad():
+        m.layers[1].weight.mul_(0.5).add_(m.layers[0].weight, alpha=0.5)
+        wanted = m.layers[1](x)
+    return F.mse_loss(m.layers[0](x), wanted) + m.loss(x)
+
+
+def power_iteration(m, x):
+    """The norm of a weight, by a vector that comes nearer at every call."""
+    with torch.no_grad():
+        m.average.add_(1.0).copy_(F.normalize(m.w @ (m.w.T @ m.average), dim=0))
+    return m.loss(x) / (m.average @ m.w @ (m.w.T @ m.average)).sqrt()
+
+
+CHANGED_BY_PARTS = [warm_up, cosine, every_third, first_call, teacher, power_iteration]
+
+
+@pytest.mark.parametrize("forward", CHANGED_BY_PARTS, ids=lambda f: f.__name__)
+def test_parts_of_a_batch_are_calls(forward):
+    """As in a loop over the parts that calls backward for each: what the model changes it changes with each."""
+    model, x = Net(forward).double(), X[:4]
     twin = copy.deepcopy(model)
     step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False, accumulate=2)
     plain = torch.optim.SGD(twin.parameters(), lr=0.1)
-    for _ in range(3):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            plain.zero_grad()
+            losses = []
+            for part in (x[:2], x[2:]):
+                losses.append(twin(part) / 2)
+                losses[-1].backward()
+            plain.step()
+            torch.testing.assert_close(step(x), sum(losses).detach())
+            torch.testing.assert_close(model.state_dict(), twin.state_dict())
+            assert model.python_state() == twin.python_state()
+    assert any("each part of the batch is a call of the model" in str(w.message) for w in said)
+
+
+def set_by_its_first_call(m, x):
+    if not hasattr(m, "started"):
+        with torch.no_grad():
+            m.w.div_(2)
+        m.started = True
+    return m.loss(x)
+
+
+def test_a_flag_that_the_first_part_sets_is_set_for_the_batch():
+    """The next part is another program: the first batch is computed at once, the others in parts."""
+    model, x = Net(set_by_its_first_call).double(), X[:4]
+    twin = copy.deepcopy(model)
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False, accumulate=2)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            plain.zero_grad()
+            wanted = sum(twin(part) / 2 for part in (x[:2], x[2:]))
+            wanted.backward()
+            plain.step()
+            torch.testing.assert_close(step(x), wanted.detach())
+    (text,) = (str(w.message) for w in said)
+    assert "the code sets model.started" in text and "the batch is computed at once" in text
+    assert len(step.entries) == 2
+
+
+def contrast(m, x):
+    with torch.no_grad():
+        m.average.mul_(0.9).add_((x @ m.w.T).mean(0))
+    z = F.normalize(m.out(x) + m.average.sum(), dim=1)
+    return F.cross_entropy(z @ z.T, torch.arange(len(x)))
+
+
+@pytest.mark.parametrize("forward", [contrast, running_mean], ids=lambda f: f.__name__)
+def test_where_the_loss_is_that_of_the_batch_it_is_one_call(forward):
+    """And so is what the model changes."""
+    model, x = Net(forward).double(), X[:4]
+    twin = copy.deepcopy(model)
+    step = mycel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.1), compile=False, accumulate=2)
+    plain = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for _ in range(2):
         plain.zero_grad()
-        want = (twin(x[:2]) + twin(x[2:])) / 2
-        want.backward()
+        wanted = twin(x)
+        wanted.backward()
         plain.step()
-        torch.testing.assert_close(step(x), want.detach())
-        assert model.count == twin.count
+        torch.testing.assert_close(step(x), wanted.detach())
+        torch.testing.assert_close(model.state_dict(), twin.state_dict())
+        assert model.python_state() == twin.python_state()
 
 
 def test_an_island_does_not_train_what_it_does_not_use():

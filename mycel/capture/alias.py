@@ -11,9 +11,11 @@ sum.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from mycel.capture.fence import refuse
+from mycel.errors import CaptureError
 from mycel.ir import BUILDERS, Eqn, Var
 
 JOURNALS: list[dict[Cell, tuple[Any, ...]]] = []  # for each block being traced, the cells it changed and what they were
@@ -22,11 +24,13 @@ JOURNALS: list[dict[Cell, tuple[Any, ...]]] = []  # for each block being traced,
 class Cell:
     """The current value of one tensor object; `version` counts its writes, `home` is the journal of the block whose
     code has made it; `memory`: which of those that it has had, `formers` its values in those it had before, `of` the
-    one of its parent that it shares; `views`: cells that share the memory of this one."""
+    one of its parent that it shares; `views`: cells that share the memory of this one; `beside`: why it may not be
+    written, where a tensor of outside shares memory with others (`shared_memory.py`)."""
 
     __slots__ = (
         "__weakref__",
         "at",
+        "beside",
         "eqn",
         "formers",
         "home",
@@ -47,6 +51,7 @@ class Cell:
         self.memory, self.of = 0, parent.memory if parent else 0
         self.formers: dict[int, Cell] = {}
         self.place: Any = None  # where a lifted tensor lives, or None
+        self.beside: Callable[[], CaptureError | None] | None = None
         self.home = JOURNALS[-1] if JOURNALS else None
         self.views: list[weakref.ref[Cell]] = []
         if parent is not None:
@@ -89,6 +94,8 @@ class Cell:
                 f"in-place update of {self.place.name}, a tensor captured from outside the function",
                 "pass it as an argument and return the new value, or make it a buffer of a module",
             )
+        if self.beside is not None and (error := self.beside()) is not None:
+            raise error
         self.note()
         self.var = value
         self.version += 1

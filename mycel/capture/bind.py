@@ -373,6 +373,8 @@ class _GuardWriter:
             self.guard(f"is_grad_enabled() is not {self.c.grad_mode}")
         for input_, place in self.c.aliases:
             self.guard(f"{self.read(place)} is not {self.values[input_]}")
+        for inside in self.c.inside:
+            self.guard(f"not {self.constant(inside.holds, 'inside')}()")
         self.values.update((v.name, "draw_key(DEVICE)") for v in self.c.program.inputs_of("key"))
         return [self.values[v.name] for v in self.c.program.inputs]
 

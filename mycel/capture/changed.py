@@ -35,6 +35,9 @@ def _reasons(captured: Captured, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if any(len(container) != size for container, size in captured.sizes):
         yield "an object, list or dict that it reads has more or less in it"
     yield from (f"{link.place.name} is another object" for link in captured.links if not holds(link))
+    for inside in captured.inside:
+        if not inside.holds():
+            yield f"{inside.part.name} no longer lies in the memory of {inside.whole.name} as it did"
 
 
 def _moved(static: Guarded) -> str:

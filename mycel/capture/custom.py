@@ -6,17 +6,21 @@ Forward and backward are traced into blocks of their own, side by side; what bac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from mycel.capture.autograd import requires_grad
+from mycel.capture.counters import place_of
 from mycel.capture.fence import refuse
 from mycel.capture.function_context import Context
 from mycel.capture.nested import KEY, OpenBlock, branch_key, finish, free, journal, opened, written
 from mycel.capture.record import Traced
+from mycel.capture.slot_holders import contents, put_back
+from mycel.capture.state import Reachable, is_static
 from mycel.capture.syntax import rewritten
 from mycel.capture.trace import Tracer
 from mycel.capture.tree import Tree, flatten
@@ -72,7 +76,8 @@ def trace_custom(tracer: Tracer, forward: Forward, backward: Backward, args: tup
             else tracer.wrap(v if v in xs else outputs[ys.index(v) if v in ys else len(ys) + i])
             for i, v in enumerate(kept)
         ]
-        gradients = backward(_given(tracer, tree, xs), _given(tracer, out_tree, results), saved_now, cotangents)
+        with refusing_changes(tracer.places):
+            gradients = backward(_given(tracer, tree, xs), _given(tracer, out_tree, results), saved_now, cotangents)
         with tracer:
             dxs = [
                 _cotangent(tracer, x, g)
@@ -100,6 +105,28 @@ def trace_custom(tracer: Tracer, forward: Forward, backward: Backward, args: tup
     changed = {id(y): x for x, y, cell in zip(leaves, inside, cells, strict=True) if cell in updates}
     own = zip(outs, values[: len(ys)], strict=True)
     return out_tree.unflatten(iter([changed[id(y)] if id(y) in changed else tracer.wrap(v) for y, v in own]))
+
+
+@contextlib.contextmanager
+def refusing_changes(places: Reachable) -> Iterator[None]:
+    """CaptureError for what Python keeps, and code in here changes: backward runs later, if at all."""
+    held = [contents(box.slots) for box in places.boxes]
+    yield
+    for box, old in zip(places.boxes, held, strict=True):
+        now = contents(box.slots)
+        changed = [key for key in now if now[key] is not old.get(key) and _is_number_or_flag(now[key])]
+        changed = [key for key in changed if type(now[key]) is Traced or now[key] != old.get(key)]
+        if changed:
+            put_back(box.slots, old)
+            raise refuse(
+                f"a gradient function changes {place_of(box, changed[0]).name}, which Python keeps: it runs after the "
+                "code, if at all",
+                "changing it in the function itself",
+            )
+
+
+def _is_number_or_flag(value: Any) -> bool:
+    return value.weak if type(value) is Traced else is_static(value)
 
 
 def _distinct(xs: list[Var]) -> list[Var]:

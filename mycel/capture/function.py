@@ -42,6 +42,7 @@ from mycel.capture.rebound import cleared_grads, copied, effects_of, rebound_slo
 from mycel.capture.record import Traced
 from mycel.capture.repeats import assemble
 from mycel.capture.rows import warn_of_experts
+from mycel.capture.shared_memory import Inside
 from mycel.capture.slot_holders import GONE, owner
 from mycel.capture.state import Reachable
 from mycel.capture.structures import Structures
@@ -88,6 +89,7 @@ class Captured:
     environment: tuple[tuple[str, str | None], ...] = ()  # variables of the process that must be what they were
     log_levels: tuple[tuple[logging.Logger, int | None, int], ...] = ()  # … and of loggers: level, is it enabled?
     copies: frozenset[int] = frozenset()  # results that are copies of what lives on: by their places
+    inside: tuple[Inside, ...] = ()  # tensors that must lie in the memory of others as they did
 
 
 def capture(
@@ -121,19 +123,29 @@ def capture(
         follows = True
         counters = frozenset(slot for slot, n in CHANGES.items() if n > 1) if not TRACING else frozenset()
         lifts = not TRACING
+        joins = False
+        live: frozenset[Slot] = frozenset()
         while True:
             before = opened()
             try:
                 given = data or (args, kwargs)
                 once = functools.partial(
                     _capture, fn, args, kwargs, apart, known or {}, differentiated, given, islands, selects,
-                    counters=counters if lifts else None, followed=followed, strict=strict, by_arguments=by_arguments,
+                    counters=counters if lifts else None, followed=followed, joins=joins, live=live, strict=strict,
+                    by_arguments=by_arguments,
                 )  # fmt: skip
                 return _settled(_as_experts(once, changing)) if not TRACING else once(changing=changing)
             except CaptureError as e:
                 error: Exception = e
-                if e.counters:  # once more with these as numbers of the program
-                    counters |= e.counters
+                if e.shared and not joins:  # once more with what shares memory as views
+                    joins = True
+                    continue
+                if e.live - live and lifts:  # once more with these left to Python
+                    live |= e.live
+                    counters -= live
+                    continue
+                if e.counters - counters - live and lifts:  # once more with these as numbers of the program
+                    counters |= e.counters - live
                     continue
                 if e.looked_at and follows:  # not so, then
                     follows, followed = False, frozenset()
@@ -243,6 +255,8 @@ def _capture(
     changing: frozenset[str],
     counters: frozenset[Slot] | None,
     followed: frozenset[int],
+    joins: bool,
+    live: frozenset[Slot],
     strict: bool,
     by_arguments: bool,
 ) -> Captured:
@@ -253,6 +267,7 @@ def _capture(
     device = device_of(leaves, places)
     tracer = Tracer(device, places)
     tracer.islands, tracer.plain_selects, tracer.changing, tracer.is_strict = islands, selects, changing, strict
+    tracer.joins, tracer.live_slots = joins, live
     paths = argument_paths(fn, tree)
     traced, given = trace_arguments(tracer, tree, paths, leaves, apart)
     objects = ArgumentObjects(fn, tree, traced)
@@ -261,6 +276,7 @@ def _capture(
     tracer.sources.update(zip(given, held, strict=True))
     draws = drawn_state()
     counted = lift_counters(tracer, places, counters or frozenset())
+    tracer.counted_slots = counted.keys()
     kept_lists = KeptLists(places, followed)
     untouched = UntouchedObjects(places.unfollowed)
     try:
@@ -357,6 +373,7 @@ def _capture(
         tuple(tracer.environment.items()),
         tuple((logger, level, answer) for (logger, level), answer in tracer.log_levels.items()),
         frozenset(i for i, is_copy in enumerate(copies) if is_copy),
+        tuple(tracer.inside),
     )
 
 

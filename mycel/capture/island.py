@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from mycel.capture.code_names import attribute_names
+from mycel.capture.counters import is_counter
 from mycel.capture.fence import here, is_library, raised_at, refuse
 from mycel.capture.locations import Container
 from mycel.capture.record import Traced
@@ -163,6 +165,8 @@ def make_island(
     if tracer.manual:
         raise NoIslandError(f"{name} is in a manual region") from reason
     call = _tried(tracer, fn, args, kwargs, reason, whole)
+    if not whole:
+        _refuse_shared_state(tracer, call, name, reason)
     tracer.source = source
     shift = int(call.draws)
     written = frozenset(i + shift for i in call.written)
@@ -194,6 +198,28 @@ def _tried(
             if not whole or e.kept_in is None or any(e.kept_in.slots is box.slots for box in lists):
                 raise e from reason
             lists.append(e.kept_in)
+
+
+def _refuse_shared_state(tracer: Tracer, call: Trial, name: str, reason: BaseException | None) -> None:
+    """Plain values that the call changes and other code may look at: numbers are numbers of the program, unless
+    backward changes them; with others the call is no island."""
+    if live := call.changed_later & tracer.counted_slots:
+        error = refuse(f"{name} changes in backward what is a number of the program", "a buffer")
+        error.live = frozenset(live)
+        raise error from reason
+    others = [fn.__code__ for fn in tracer.places.functions if fn.__code__ not in call.ran]
+    looked_at = {text for code in others for text in attribute_names(code)}
+    numbers = set()
+    for slot, (box, key, old, new) in call.changed.items():
+        if not looked_at & {key if isinstance(key, str) else "", box.rpartition(".")[2]}:
+            continue
+        if slot in call.changed_later or slot in tracer.live_slots or not is_counter(old, new):
+            raise NoIslandError(f"{name} changes {box}.{key}, which the code around it may ask for") from reason
+        numbers.add(slot)
+    if numbers:
+        lifted = refuse(f"{name} changes a number that the code around it may ask for", "a buffer")
+        lifted.counters = frozenset(numbers)
+        raise lifted from reason
 
 
 def _registered(new: PythonCall) -> PythonCall:

@@ -101,8 +101,8 @@ def taken_out(places: Reachable) -> Iterator[tuple[Container, Any]]:
 def effects_of(
     tracer: Tracer, changes: list[ReboundSlot], structures: Structures
 ) -> tuple[list[tuple[Location, Tree]], list[Var], list[bool]]:
-    """A rebound parameter or buffer of the same type is an update of it; any other rebound slot is assigned after each
-    call: where, the values, and which of them are copies."""
+    """A rebound parameter or buffer of the same type, whose memory is its own, is an update of it; any other rebound
+    slot is assigned after each call: where, the values, and which of them are copies."""
     effects, values, copies = [], [], []
     for change in changes:
         box, key, old = change.box, change.key, change.box.old.get(change.key)
@@ -110,6 +110,7 @@ def effects_of(
             box.kind in ("parameter", "buffer")
             and isinstance(old, torch.Tensor)
             and type_of(old) == change.values[0].type
+            and not tracer.shared.others(old)  # which keep the memory that it had
         ):
             with tracer:
                 tracer.cell(old).write(change.values[0])

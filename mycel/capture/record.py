@@ -10,9 +10,11 @@ The tracer (`trace.py`) adds to it what torch calls become.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,6 +26,7 @@ from mycel.capture.facts import CONSTANT, GIVEN, UNKNOWN, Fact, dependence, eval
 from mycel.capture.fence import here, refuse, refuse_read
 from mycel.capture.locations import Location
 from mycel.capture.rows import ChosenRows, refuse_rows, together, write_rows
+from mycel.capture.shared_memory import Inside, SharedMemory, lies_in, part_of
 from mycel.capture.state import Reachable
 from mycel.capture.traced_text import TextOf, TracedText
 from mycel.errors import CaptureError
@@ -114,6 +117,13 @@ class Record(Builder):
         self.device, self.places = device, places
         self.lifted: dict[int, tuple[torch.Tensor, Cell]] = {}
         self.state: list[tuple[Var, list[Location]]] = []
+        self.shared = SharedMemory(locations[0].read() for locations in places.tensors.values())
+        self.joins = False  # is what shares memory with another tensor of outside a view of that one?
+        self.joined_cells: dict[int, tuple[torch.Tensor, Cell]] = {}  # these, in the place of inputs
+        self.inside: list[Inside] = []  # … and where they lie
+        self.counted_slots: AbstractSet[Any] = frozenset()  # of numbers of the program (`counters.py`)
+        self.live_slots: frozenset[Any] = frozenset()  # … that are Python's alone, since backward changes them
+        self.writes_shared = False  # does the code write one that is not joined?
         self.consts: dict[str, torch.Tensor] = {}
         self.regions = [ModuleCall("main", "", 0)]
         self.draws = False
@@ -309,10 +319,14 @@ class Record(Builder):
             raise refuse(
                 "a tensor of another capture was used", "do not keep tensors across calls of captured functions"
             )
-        entry = self.lifted.get(id(tensor))
-        if entry is None:
+        entry = self.lifted.get(id(tensor)) or self.joined_cells.get(id(tensor))
+        if entry is None and (whole := self._whole_of(tensor)) is not None:
+            entry = self.joined_cells[id(tensor)] = (tensor, part_of(self.cell(whole), whole, tensor))
+            part, whole_at = self.places.find(tensor)[0], self.places.find(whole)[0]
+            self.inside.append(Inside(part, whole_at, lies_in(tensor, whole)))
+        elif entry is None:
             entry = self.lifted[id(tensor)] = (tensor, self._lift(tensor))
-        elif entry[1].place.kind == "argument":
+        elif entry[1].place is not None and entry[1].place.kind == "argument":
             self.aliases[entry[1].place.name] = self.places.find(tensor)
         return entry[1]
 
@@ -348,7 +362,32 @@ class Record(Builder):
             self.sources[var], self.kinds[var] = tensor, GIVEN
         cell = Cell(var)
         cell.place = places[0]
+        if others := self.shared.others(tensor):
+            cell.beside = functools.partial(self._refuse_shared, tensor, others)
+            if self.joins and any(id(y) in self.lifted and self.lifted[id(y)][1].version for y in others):
+                cell.write(var)
         return cell
+
+    def _whole_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The tensor that this one is a view of in the program, where what shares memory is one input."""
+        whole = self.shared.whole(tensor) if self.joins and self.shared.others(tensor) else None
+        return None if whole is tensor else whole
+
+    def _refuse_shared(self, tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> CaptureError | None:
+        """What is raised where it is written."""
+        whole = self.shared.whole(tensor)
+        used = [y for y in others if id(y) in self.lifted]
+        if self.joins and (whole is not None or not used):
+            return None
+        name, other = (self.places.find(x)[0].name for x in (tensor, (used or others)[0]))
+        error = refuse(
+            f"{name} and {other} share memory, of which the code writes a part, and neither lies inside of the other, "
+            "without a gradient of its own",
+            f"one tensor of which both are views, or a clone() where {name} is made",
+        )
+        error.shared, error.final = not self.joins, self.joins
+        self.writes_shared = True
+        return error
 
     def lift_at(self, tensor: torch.Tensor, places: list[Location]) -> Traced:
         """A tensor that is found there at every call becomes an input, which no fact is asked of."""

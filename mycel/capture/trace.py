@@ -436,6 +436,14 @@ class Tracer(Record):
         self.here()
         if type(x) is Traced and type(other) is Traced and x.cell.place is None:
             return self._become(x, other)
+        if others := self.shared.others(x):
+            name, beside = (self.places.find(y)[0].name for y in (x, others[0]))
+            error = refuse(
+                f"{name} gets other memory (x.data = y), and {beside} shares the one that it has",
+                f"{name}.copy_(y), which {beside} sees, or a clone() where {beside} is made",
+            )
+            error.final = True
+            raise error
         with self:
             value = self.cell(other).read()
             if value.dtype != x.dtype:

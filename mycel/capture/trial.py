@@ -8,15 +8,18 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from mycel.capture.counters import Slot, slot_of
 from mycel.capture.facts import same_values
 from mycel.capture.function_context import Context
 from mycel.capture.locations import Container, Location, TupleItem, with_items
+from mycel.capture.operand_views import OperandViews
 from mycel.capture.plain import CountedOperators, states_kept, suspended, unheard
 from mycel.capture.record import Traced
 from mycel.capture.sampling import counts, extremes, others, sample
@@ -98,6 +101,7 @@ class Trial:
             if id(x) not in at:
                 at[id(x)] = len(self.operands)
                 self.operands.append(x)
+        self.views = OperandViews(tracer, self.operands)
         self.leaves = [at[id(x)] for x in leaves]
         everywhere = [
             (at[id(x)], place)
@@ -107,7 +111,7 @@ class Trial:
         ]
         self.places = [(i, p) for i, p in everywhere if not isinstance(p.container, tuple)]
         self.tuples: dict[int, tuple[Location, Any, dict[int, int]]] = {}  # where a tuple is, and what of it
-        self.laid: set[int] = set()  # the tuples that stand there during a call
+        self.tuples_laid: set[int] = set()  # the tuples that stand there during a call
         for i, p in everywhere:
             if isinstance(p.container, tuple):
                 if p.inside is None or isinstance(p.inside.place.container, tuple):
@@ -122,6 +126,9 @@ class Trial:
         self.kept: list[tuple[Location, Tree]] = []  # slots that hold new tensors after the call
         self.kept_before: list[Any] = []  # what was in these
         self.changes_python = self.draws = False
+        self.ran: set[types.CodeType] = set()  # what the call runs
+        self.changed: dict[Slot, tuple[str, Any, Any, Any]] = {}  # plain values: the box's name, key, before, after
+        self.changed_later: set[Slot] = set()  # … that backward changes
         self.out = Tree("static")
         self.types: list[Type] = []
 
@@ -151,6 +158,10 @@ class Trial:
             if other is not None:
                 self._compare(*other)
         self.differentiable = [i for i in self.differentiable if i in self.reached or self._may_be_used(i)]
+        del self.operands[self.views.needed :]
+        self.differentiable, self.asking = (
+            [i for i in some if i < len(self.operands)] for some in (self.differentiable, self.asking)
+        )
 
     def _may_be_used(self, i: int) -> bool:
         """Is an operand a parameter that other values, items of iterators or random numbers may choose?  Where they do
@@ -173,6 +184,12 @@ class Trial:
 
     def _try(self, values: Sequence[torch.Tensor], watched: Any = None) -> Any:
         """What one run of the call did, under a mode that watches it; None where it failed."""
+        while (did := self._run(values, watched)) is _AGAIN:
+            pass
+        return did
+
+    def _run(self, values: Sequence[torch.Tensor], watched: Any) -> Any:
+        """The same; `_AGAIN` where it wrote an operand that shares memory with others: these are its views now."""
         olds = [contents(box.slots) for box in self.boxes]
         states = self._states()
         with suspended(), torch.set_grad_enabled(self.grad), states_kept() as drawn:
@@ -183,15 +200,19 @@ class Trial:
             ]
             before = [x.detach().clone() for x in given]
             try:
+                given = self.views.laid(given)
                 with self.placed(given, silent=True):
                     try:
-                        with watched or contextlib.nullcontext():
+                        with watched or contextlib.nullcontext(), _noting(self.ran):
                             result = self._called(given)
                     except Exception:
                         return None
                     out_leaves: list[torch.Tensor] = []
                     out = flatten(result, out_leaves, objects=True)
                     written, kept, changes = self._changes(given, before)
+                    known, written = self.views.written, self.views.note(written)
+                    if self.views.written != known:
+                        return _AGAIN
                     kept_trees = []
                     for place in kept:
                         kept_trees.append((place, flatten(place.read(), out_leaves, objects=True)))
@@ -200,7 +221,10 @@ class Trial:
                     if any(not _is_dense(x) for x in out_leaves):
                         raise NoIslandError(f"{call_name(self.fn, '')} returns a tensor that is not dense")
                     news = [self._new_value(i, given) for i in sorted(written)]
+                    behind = [contents(box.slots) for box in self.boxes]
                     self._reach([*out_leaves, *news], leaves)
+                    later = self._changed_since(behind)
+                    self._note_changes(olds, later)
                     if any(type_of(x) != type_of(before[i]) for i, x in zip(sorted(written), news, strict=True)):
                         raise NoIslandError("it changes the shape of an argument", final=True)
                     types_ = [type_of(x) for x in (*out_leaves, *news)]
@@ -213,7 +237,9 @@ class Trial:
                     put_back(box.slots, old)
                 for state in states:
                     state()
-        self._forget([*changes, *((place.container, place.key) for place in kept)])
+        self._forget(
+            [*changes, *((box.slots, key) for box, key in later), *((place.container, place.key) for place in kept)]
+        )
         return frozenset(written), kept_trees, out, types_, drawn(), bool(changes)
 
     def _reach(self, outs: Sequence[torch.Tensor], operands: Sequence[torch.Tensor]) -> None:
@@ -224,6 +250,24 @@ class Trial:
             gs = [torch.zeros_like(y) for y in ys]
             grads = torch.autograd.grad(ys, [operands[i] for i in asked], gs, allow_unused=True)
             self.reached |= {i for i, g in zip(asked, grads, strict=True) if g is not None}
+
+    def _note_changes(self, held: Sequence[dict[Any, Any]], later: Sequence[tuple[Container, Any]]) -> None:
+        """Remember which plain values are others now, and which of them backward changes."""
+        self.changed_later |= {slot_of(box, key) for box, key in later}
+        for box, old in zip(self.boxes, held, strict=True):
+            now = contents(box.slots)
+            for key, value in now.items():
+                if value is not old.get(key) and is_static(value) and type(old.get(key)) is not Traced:
+                    self.changed[slot_of(box, key)] = box.name, key, old.get(key), value
+
+    def _changed_since(self, held: Sequence[dict[Any, Any]]) -> list[tuple[Container, Any]]:
+        """Slots with other plain values: what backward changes."""
+        return [
+            (box, key)
+            for box, old in zip(self.boxes, held, strict=True)
+            for key, value in contents(box.slots).items()
+            if value is not old.get(key) and is_static(value)
+        ]
 
     def _changes(
         self, given: Sequence[torch.Tensor], before: Sequence[torch.Tensor]
@@ -245,6 +289,8 @@ class Trial:
                 if i is not None:
                     if new is given[i]:
                         continue
+                    if i in self.views:
+                        raise NoIslandError(f"{call_name(self.fn, '')} gives {box.name}.{key} other memory")
                     if i in self.numbers and is_static(new):
                         written |= {i} if new != given[i].item() else set()
                         continue
@@ -252,7 +298,7 @@ class Trial:
                         written.add(i)
                         continue
                     old = given[i]
-                if new is old or id(new) in self.laid or (is_static(new) and is_static(old) and new == old):
+                if new is old or id(new) in self.tuples_laid or (is_static(new) and is_static(old) and new == old):
                     continue
                 place = Location(f"{box.name}.{key}", box.kind, box.slots, key, box.inside)
                 if is_unfollowed(new):  # made by the code itself
@@ -303,10 +349,15 @@ class Trial:
         def ways(trial: Trial) -> Any:
             at = [(i, id(p.container), p.key) for i, p in trial.places]
             kept = [(id(p.container), p.key, tree) for p, tree in trial.kept]
-            return trial.fn, trial.arguments, trial.leaves, at, kept, trial.out, trial.changes_python
+            given = trial.fn, trial.arguments, trial.leaves, at, trial.views.ways_shown
+            return given, kept, trial.out, trial.changes_python
 
         has_state = bool(self.unfollowed) or self.changes_python  # before each run: that of one would be the other's
         return not has_state and bool(ways(self) == ways(other))
+
+    def laid(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those that share memory with one that is written, as views of it."""
+        return self.views.laid(operands)
 
     def __call__(self, operands: Sequence[torch.Tensor], again: bool) -> list[torch.Tensor]:
         if is_rehearsal():
@@ -418,22 +469,33 @@ class Trial:
                 said.enter_context(unheard())
             for place in stands_in:
                 place.write(untouched(place.read()))
-            self.laid |= {id(place.whole()) for place in stands_in if isinstance(place, TupleItem)}
+            self.tuples_laid |= {id(place.whole()) for place in stands_in if isinstance(place, TupleItem)}
             for place, real in files if silent else ():
-                self.laid.add(id(sinks[id(real)]))
+                self.tuples_laid.add(id(sinks[id(real)]))
                 place.write(sinks[id(real)])
             for i, place in self.places:
                 _write(place, self._as_python(i, operands[i]))
             for place, old, items in self.tuples.values():
                 laid = with_items(old, [operands[items[k]] if k in items else x for k, x in enumerate(place.read())])
-                self.laid.add(id(laid))
+                self.tuples_laid.add(id(laid))
                 _write(place, laid)
             yield
         finally:
             said.close()
-            self.laid.clear()
+            self.tuples_laid.clear()
             for place, old in zip(held, before, strict=True):
                 _write(place, old)
+
+
+@contextlib.contextmanager
+def _noting(ran: set[types.CodeType]) -> Iterator[None]:
+    """Which Python runs in here."""
+    before = sys.getprofile()
+    sys.setprofile(lambda frame, event, _: ran.add(frame.f_code) if event == "call" else None)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
 
 
 def _is_of_class(place: Location) -> bool:
@@ -444,6 +506,7 @@ def _is_of_class(place: Location) -> bool:
 
 
 _GONE = object()
+_AGAIN = object()
 
 
 def _read(place: Location) -> Any:

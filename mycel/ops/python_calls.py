@@ -24,6 +24,10 @@ class PlainCode(Protocol):
 
     def __call__(self, operands: Sequence[torch.Tensor], again: bool) -> list[torch.Tensor]: ...
 
+    def laid(self, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Operands that share memory in the user's code, where it writes that, share it."""
+        ...
+
     def placed(self, operands: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[None]:
         """In here the operands lie where the code finds them."""
         ...
@@ -64,6 +68,7 @@ class PythonCall:
         start = time.perf_counter()
         given = [x if i in wrt else x.detach().requires_grad_(i in self.asking) for i, x in enumerate(inputs)]
         given = [x.clone() if i in self.written else x for i, x in enumerate(given)]
+        given = [*given[: self.draws], *self.call.laid(given[self.draws :])]
         with seeded(inputs[0]) if self.draws else contextlib.nullcontext():
             outs = self.call(given[self.draws :], again)
         if behind is not None:

@@ -16,6 +16,7 @@ import torch
 from mycel import optimizers, transform
 from mycel.capture import bind
 from mycel.capture.bind import Call
+from mycel.errors import PlanError
 from mycel.feed import Fed, Feed, refusing_parts
 from mycel.forward import called
 from mycel.host_parameters import HostParameters
@@ -54,6 +55,12 @@ class StepCalls:
         """Of a whole batch and of a part: they read what the program's inputs are, each by its role, and run the
         code."""
         captured = unsharded.captured
+        if captured.inside and self.parts is not None:
+            part, whole = (getattr(captured.inside[0], k).name for k in ("part", "whole"))
+            raise PlanError(
+                f"{part} lies in the memory of {whole}, and the model writes one of them: on several ranks tensors lie "
+                f"apart\n  try       a clone() where {part} is made, or a view that forward makes of {whole}"
+            )
         run = self._run(unsharded, program, code)
 
         def bound(batch: Sequence[Var], fed: Fed) -> Call:

@@ -43,6 +43,10 @@ ALL_FROZEN = (
     "no parameter of the optimizer requires a gradient: the loss depends on no parameter that could change\n"
     "  try       parameter.requires_grad_(True) for those to train"
 )
+OTHER_FOR_PARTS = (
+    "is another program for a part of the batch (a loop over rows, say),\n"
+    "which is not shown to give a share of the loss (accumulate=1, or one call for all rows, would be)"
+)
 CUT_OFF = (
     "the loss depends on no parameter of the optimizer by a gradient: it is cut off on the way\n"
     "  try       model and loss without detach(), item(), argmax or torch.no_grad()"
@@ -116,6 +120,8 @@ class Recipe:
                 "  try       accumulate=1, buffers that it updates, or outputs=True for what it returns"
             )
         split, large, scaled = batch.split(captured.leaves), self._prepared(whole), self._scaled(part)
+        if flags := [place.name for place, _ in captured.effects if place.key != "grad"]:
+            return self._at_once(whole, large, batch, f"sets {flags[0]}, so it is another one for the next part")
         refuse_outputs(scaled, large, batch.parts)
         captured = replace(captured, out=whole.out)  # plain numbers among the outputs are those of the whole batch
         coupling = transform.coupled(captured.program, whole.program, names.values(), split)
@@ -125,7 +131,7 @@ class Recipe:
             shares = transform.shares(part, large, names.values(), split, batch.parts)[:2]
             add_up = shares_add_up(*shares, large, _inputs(captured, data), split, batch.parts)
             if not coupling.are_alike and not add_up and not self._is_staged:
-                return self._at_once(whole, large, batch)
+                return self._at_once(whole, large, batch, OTHER_FOR_PARTS)
             meeting, unseen = coupling.believed if add_up is False else [], []
         if meeting or unseen:
             met = None
@@ -144,18 +150,22 @@ class Recipe:
             warn(
                 f"accumulate: no sum or mean over the batch, so its parts weigh the same: {'; '.join(unseen)}",
             )
+        if changed := [str(captured.program.roles[name]) for name in captured.program.updates] if not meeting else []:
+            warn(
+                f"accumulate={batch.parts}: each part of the batch is a call of the model, which changes\n"
+                f"{', '.join(changed[:3])}{' …' if changed[3:] else ''}: {batch.parts} times a step, as in a loop over "
+                "the parts"
+            )
         rows = transform.results_in_rows(scaled, large)
         program, groups, results, fp8 = self._differentiated(program, names)
         program = check(transform.microbatch(self._in_pieces(program), counting, batch.parts, split, rows))
         return UnshardedStep(captured, program, groups, results, transform.BODY, fp8)
 
-    def _at_once(self, whole: Captured, program: Program, batch: Batch) -> UnshardedStep:
+    def _at_once(self, whole: Captured, program: Program, batch: Batch, why: str) -> UnshardedStep:
         """Loss and gradients of a batch that is not computed in parts."""
-        warn(
-            f"accumulate={batch.parts}: the code is another program for a part of the batch (a loop over rows, say),\n"
-            "which is not shown to give a share of the loss: the batch is computed at once\n"
-            "  try       one call for all rows in place of the loop, or accumulate=1"
-        )
+        if self._is_staged:
+            raise TrainError(f"accumulate={batch.parts}, in stages: the code {why}\n  try       accumulate=1")
+        warn(f"accumulate={batch.parts}: the code {why}: the batch is computed at once")
         program, groups, results, fp8 = self._differentiated(self._scaled(program), self._trained(whole))
         return UnshardedStep(whole, self._in_pieces(program), groups, results, program.entry, fp8)
 

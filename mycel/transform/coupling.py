@@ -23,10 +23,11 @@ from dataclasses import dataclass
 
 import torch
 
-from mycel.ir import CONTROL, Atom, Block, Builder, Eqn, Program, Var, call, is_float
+from mycel.ir import CONTROL, Atom, Block, Builder, Eqn, Params, Program, Var, call, is_float
 from mycel.ops import o
 
 IN_ORDER = (o.cat, o.stack, o.repeat, o.opaque)
+ONCE_A_ROW = (o.expand, o.repeat, o.repeat_each)
 SAME_NUMBERS = (o.cast, o.reshape, o.expand, o.permute)
 
 
@@ -97,17 +98,21 @@ class _Walk:
 
     def block(self, part: Block, whole: Block, inputs: Sequence[_Known]) -> list[_Known]:
         """What the results of a block are."""
-        known: dict[Var, _Known] = dict(zip(part.inputs, inputs, strict=False))
-        self.equations(part.eqns, whole.eqns, known)
-        return [_known(x, known) for x in part.outputs]
+        known: dict[Var, _Known] = dict(zip(whole.inputs, inputs, strict=False))
+        self.equations(part.eqns, whole.eqns, known, dict(zip(whole.inputs, part.inputs, strict=False)))
+        return [_known(x, known) for x in whole.outputs]
 
-    def equations(self, part: Sequence[Eqn], whole: Sequence[Eqn], known: dict[Var, _Known]) -> None:
-        if [e.op for e in part] != [e.op for e in whole]:
-            known.update((v, _Known()) for e in part for v in e.outputs)
+    def equations(
+        self, part: Sequence[Eqn], whole: Sequence[Eqn], known: dict[Var, _Known], same: dict[Var, Atom]
+    ) -> None:
+        """What equations make of what is known of the whole batch's values; `same`: these in the part's program."""
+        side_by_side = _side_by_side(part, whole, same)
+        if side_by_side is None:
+            known.update((v, _Known()) for e in whole for v in e.outputs)
             self.are_alike = False
             return
-        for eqn, large in zip(part, whole, strict=True):
-            given = [_known(x, known) for x in eqn.inputs]
+        for eqn, large in side_by_side:
+            given = [_known(x, known) for x in large.inputs]
             if eqn.op is call:
                 inner = [p.blocks[e.params["block"]] for p, e in ((self.part, eqn), (self.whole, large))]
                 outs = self.block(inner[0], inner[1], given)
@@ -129,7 +134,7 @@ class _Walk:
                     for v, w in pairs
                 ]
                 self.judge(eqn, large, given, outs)
-            known.update(zip(eqn.outputs, outs, strict=True))
+            known.update(zip(large.outputs, outs, strict=True))
 
     def copied(self, eqn: Eqn, given: Sequence[_Known]) -> list[_Known]:
         """The operands whose numbers are in the result: not the own places at which rows are looked up."""
@@ -193,6 +198,8 @@ class _Walk:
         if eqn.op is o.iota:
             dim = eqn.params["dim"]
             return eqn.outputs[0].shape[dim] != large.outputs[0].shape[dim]
+        if eqn.op in (o.repeat, o.repeat_each) and _is_one_row(eqn, large):
+            return False
         is_drawn = "site" in eqn.op.defaults
         return not is_drawn and eqn.op not in (o.full, o.expand) and not any(g.rows for g in given)  # table[:len(x)]
 
@@ -217,9 +224,10 @@ class _Walk:
             with b:
                 e.op.expand(*e.inputs, **e.params)  # type: ignore[misc]
             eqns.append(b.eqns)
-        known = {x: g for x, g in zip(eqn.inputs, given, strict=True) if isinstance(x, Var)}
+        known = {x: g for x, g in zip(large.inputs, given, strict=True) if isinstance(x, Var)}
+        same = {x: y for x, y in zip(large.inputs, eqn.inputs, strict=True) if isinstance(x, Var)}
         before, were_alike = len(self.lines), self.are_alike
-        self.equations(eqns[0], eqns[1], known)
+        self.equations(eqns[0], eqns[1], known, same)
         if not self.are_alike:
             self.believed[eqn.line or eqn.op.name] = None
             self.are_alike = were_alike
@@ -227,6 +235,39 @@ class _Walk:
             for line in list(self.lines)[before:]:
                 del self.lines[line]
             self.lines[eqn.line or eqn.op.name] = None
+
+
+def _side_by_side(part: Sequence[Eqn], whole: Sequence[Eqn], same: dict[Var, Atom]) -> list[tuple[Eqn, Eqn]] | None:
+    """The equations of a part and those of the whole batch, in pairs; None where they are others.  What gives every row
+    of a batch one value (`token.expand(len(x), -1, -1)`) is nothing to do in a part of one row."""
+    pairs: list[tuple[Eqn, Eqn]] = []
+    rest = list(reversed(part))
+    for large in whole:
+        given = same.get(large.inputs[0]) if large.inputs and isinstance(large.inputs[0], Var) else None
+        if large.op in ONCE_A_ROW and isinstance(given, Var) and not (rest and _is_this(rest[-1], large, given)):
+            if large.outputs[0].ndim != given.ndim:
+                return None
+            times = 1 if large.op is o.repeat_each else (1,) * given.ndim
+            of_one = {"shape": given.shape, "times": times}
+            params = Params({name: of_one.get(name, value) for name, value in large.params.items()})
+            eqn = Eqn(large.op, (given,), params, (given,), large.source, large.phase)
+        elif rest and rest[-1].op is large.op and len(rest[-1].outputs) == len(large.outputs):
+            eqn = rest.pop()
+        else:
+            return None
+        same.update(zip(large.outputs, eqn.outputs, strict=True))
+        pairs.append((eqn, large))
+    return None if rest else pairs
+
+
+def _is_one_row(eqn: Eqn, large: Eqn) -> bool:
+    """Is what is as long as the batch one row over and over?"""
+    x, y, z = (*eqn.input_types[:1], eqn.outputs[0], large.outputs[0])
+    return len(x.shape) == y.ndim and all(n == 1 for n, a, b in zip(x.shape, y.shape, z.shape, strict=True) if a != b)
+
+
+def _is_this(eqn: Eqn, large: Eqn, given: Var) -> bool:
+    return eqn.op is large.op and eqn.inputs[0] == given
 
 
 def _known(x: Atom, known: dict[Var, _Known]) -> _Known:
