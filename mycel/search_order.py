@@ -239,7 +239,7 @@ class SearchOrder:
 
     def _counts(self, mesh: Shape) -> list[int]:
         counts = [self.given.microbatches] if self.given.microbatches else self.space.microbatches(mesh)
-        return [n for n in counts if n % (self.given.at_once or 1) == 0]
+        return [n for n in counts if n % (self.given.at_once or 1) == 0 and n >= mesh.pp]
 
     def _levels(self) -> Iterator[Shape]:
         """For the fastest, and those that fewer messages could make so, all levels of ZeRO, as long as that helps."""
@@ -341,7 +341,8 @@ class SearchOrder:
         """With a level of ZeRO and a schedule that may be."""
         zeros, schedules = self.given.zeros, self.given.schedules
         shape = shape if shape.zero in zeros else replace(shape, zero=zeros[0])
-        shape = shape if shape.zero != 2 or shape.microbatches > 1 else replace(shape, zero=1)
+        is_level_1 = shape.zero == 2 and shape.microbatches == 1 and 1 in zeros
+        shape = replace(shape, zero=1) if is_level_1 else shape
         return shape if shape.pp == 1 or shape.schedule in schedules else replace(shape, schedule=schedules[0])
 
     def _is_new(self, shape: Shape) -> bool:

@@ -109,12 +109,14 @@ def trace_custom(tracer: Tracer, forward: Forward, backward: Backward, args: tup
 
 @contextlib.contextmanager
 def refusing_changes(places: Reachable) -> Iterator[None]:
-    """CaptureError for what Python keeps, and code in here changes: backward runs later, if at all."""
+    """CaptureError for what Python keeps, and code in here changes: backward runs later, if at all.  A list that it
+    adds to is no such value."""
     held = [contents(box.slots) for box in places.boxes]
     yield
     for box, old in zip(places.boxes, held, strict=True):
         now = contents(box.slots)
-        changed = [key for key in now if now[key] is not old.get(key) and _is_number_or_flag(now[key])]
+        there = [key for key in now if key in old or not isinstance(key, int)]
+        changed = [key for key in there if now[key] is not old.get(key) and _is_number_or_flag(now[key])]
         changed = [key for key in changed if type(now[key]) is Traced or now[key] != old.get(key)]
         if changed:
             put_back(box.slots, old)
